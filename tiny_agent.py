@@ -1,0 +1,3685 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""tiny_agent: a coding agent in one file that a person can read, run, change and trust.
+
+    python3 tiny_agent.py "create fib.py that prints the first 10 Fibonacci numbers, then run it"
+    python3 tiny_agent.py -p groq                            a chat (set GROQ_API_KEY first)
+    git diff | python3 tiny_agent.py "review this" > review.md
+
+An agent is a while-loop around one API call; the rest is guardrails and memory:
+
+    session.append(task)
+    while True:
+        reply = provider.stream(system, project(session), tools)
+        session.append(reply)
+        if not reply.tool_calls:
+            return reply.content
+        for call in reply.tool_calls:
+            allowed = decide(call)
+            session.append(run(call) if allowed else "denied: by this rule")
+
+Map: each section uses only those above it, so the file reads once from top to bottom.
+
+    Part I, the agent
+      Messages and events       the nouns, what happens in a run, the errors
+      HTTP and event streams    one request; bytes on a socket become JSON objects
+      Providers                 the port; chat completions, Anthropic messages, scripted
+      Tool schemas              a function's signature and docstring tell the model how to call it
+      Workspace and tools       one path check, the seven tools, clipping
+      Permissions               Rule, RULES, decide()
+      Hooks                     veto before a call, observe after it
+      Session                   the ledger: an append-only file that holds a tree
+      Context                   the system prompt, projection
+      Agent                     the loop
+    Part II, the front ends
+      Showing events            terminal text, JSON lines, asking the person
+      Commands                  the chat's slash commands
+      Settings and main         flags, environment, .env; one-shot and chat
+
+Words, each with one meaning everywhere:
+
+    entry        one line of the session file                {"type": "message", "id": "5f0c…", …}
+    branch       the entries from the header to a leaf       header, question, call, result, answer
+    leaf         the entry that the next one is added to     after a rewind, an older one
+    projection   a branch turned into messages for a model   project(session.active_path())
+    turn         one request, its reply and its tool calls   "read a.py", and the text of a.py
+    event        one thing that happened, for watchers       TextDelta("Hel"), ToolEnd(…)
+    rule         who may do what to which target             Rule("deny", "shell", "git push --force*")
+    hook         a function called at a moment of the run    @agent.hooks.on("before_tool")
+"""
+import contextlib
+import copy
+import fnmatch
+import functools
+import inspect
+import itertools
+import json
+import os
+import queue
+import random
+import re
+import stat
+import sys
+import threading
+import time
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+VERSION = "0.1"
+
+
+# ─── Messages and events ─────────────────────────────────────────────────────────────────────────
+# The nouns. Three kinds of message make a conversation; events tell what happens while one is made.
+# Both are small frozen dataclasses inside the program and become dictionaries only at its two
+# edges, the wire and the session file. Pictures are left out: every content is text.
+
+@dataclass(frozen=True)
+class Usage:
+    """What a reply cost, in tokens; `cost` in the provider's currency, where it reports one."""
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    cost: float | None = None
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A tool the model wants run. `arguments` is None if they were not a JSON object, and
+    `raw_arguments` then holds the text that came instead."""
+    id: str
+    name: str
+    arguments: dict | None
+    raw_arguments: str | None = None
+
+
+@dataclass(frozen=True)
+class UserMessage:
+    """What the person said."""
+    content: str
+    role: str = field(default="user", init=False)
+
+
+@dataclass(frozen=True)
+class AssistantMessage:
+    """What the model said. `stop_reason` is stop, length, tool_use, error or aborted.
+
+    `provider_data` maps a provider's name to what that provider, and no other, must get back
+    unchanged: signatures, reasoning details, extra content of calls.
+    """
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    thinking: str = ""
+    stop_reason: str = "stop"
+    error_message: str | None = None
+    usage: Usage | None = None
+    provider: str = ""
+    model: str = ""
+    provider_data: dict = field(default_factory=dict)
+    role: str = field(default="assistant", init=False)
+
+
+@dataclass(frozen=True)
+class ToolResultMessage:
+    """What came of a call. `details` is for people and front ends; the model never sees it."""
+    tool_call_id: str
+    tool_name: str
+    content: str
+    is_error: bool = False
+    details: dict = field(default_factory=dict)
+    role: str = field(default="tool_result", init=False)
+
+
+Message = UserMessage | AssistantMessage | ToolResultMessage
+MESSAGE_TYPES = {"user": UserMessage, "assistant": AssistantMessage,
+                 "tool_result": ToolResultMessage}
+LEFT_OUT_IF_EMPTY = {"raw_arguments", "provider_data", "cost"}
+
+
+def to_json(value: object) -> object:
+    """A message, an event, or a part of one, as plain JSON data."""
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    if not is_dataclass(value):
+        return value
+    named = {"type": value.type} if type(value) in EVENTS.values() else {}
+    for name in value.__dataclass_fields__:
+        item = getattr(value, name)
+        if item or name not in LEFT_OUT_IF_EMPTY:
+            named[name] = to_json(item)
+    return named
+
+
+def from_json(data: dict) -> Message:
+    """The message that to_json made. Unknown fields are ignored; ValueError if it is none."""
+    kind = MESSAGE_TYPES.get(data.get("role"))
+    if kind is None:
+        raise ValueError(f"no message has the role {data.get('role')!r}")
+    known = {f.name: data[f.name] for f in fields(kind) if f.init and data.get(f.name) is not None}
+    if not isinstance(known.setdefault("content", ""), str):
+        raise ValueError("the content of a message must be text")
+    if kind is AssistantMessage:
+        known["tool_calls"] = tuple(
+            ToolCall(str(call["id"]), str(call["name"]), call.get("arguments"),
+                     call.get("raw_arguments")) for call in known.get("tool_calls", ()))
+        if "usage" in known:
+            counts = {f.name for f in fields(Usage)}
+            known["usage"] = Usage(**{k: v for k, v in known["usage"].items() if k in counts})
+    return kind(**known)
+
+
+# A run, in time order. Indented lines happen any number of times.
+#
+#   run_start
+#       message_start, message_end                the person's message
+#       turn_start
+#           retry                                 a request is sent again
+#           message_start                         the assistant's
+#               text_delta  thinking_delta  toolcall_start  toolcall_delta  toolcall_end
+#           message_end
+#               tool_start                        it is decided
+#                   tool_output
+#               tool_end
+#               message_start, message_end        the tool's result
+#       turn_end
+#       compaction                                older messages give way to a summary
+#       warning                                   something to know; the run goes on
+#   run_end
+#   run_settled                                   everything is written; nothing follows
+
+EVENTS: dict[str, type] = {}
+
+
+def event(name: str) -> Callable[[type], type]:
+    """Makes a class an event: a frozen dataclass with the one name that JSON gives it."""
+    def register(kind: type) -> type:
+        kind.type = name
+        EVENTS[name] = dataclass(frozen=True)(kind)
+        return EVENTS[name]
+    return register
+
+
+@event("run_start")
+class RunStart:
+    session: str | None
+    provider: str
+    model: str
+    mode: str
+    workspace: str
+
+
+@event("message_start")
+class MessageStart:
+    message: Message
+
+
+@event("message_end")
+class MessageEnd:
+    message: Message
+
+
+@event("turn_start")
+class TurnStart:
+    turn: int
+
+
+@event("turn_end")
+class TurnEnd:
+    turn: int
+
+
+@event("retry")
+class Retry:
+    """`attempt` is the one that failed, from 1; `delay` in seconds."""
+    attempt: int
+    delay: float
+    error: dict
+
+
+@event("text_delta")
+class TextDelta:
+    delta: str
+
+
+@event("thinking_delta")
+class ThinkingDelta:
+    delta: str
+
+
+@event("toolcall_start")
+class ToolcallStart:
+    id: str
+    name: str
+
+
+@event("toolcall_delta")
+class ToolcallDelta:
+    id: str
+    name: str
+    delta: str
+
+
+@event("toolcall_end")
+class ToolcallEnd:
+    tool_call: ToolCall
+
+
+@event("tool_start")
+class ToolStart:
+    id: str
+    name: str
+    arguments: dict | None
+    decision: str
+    rule: str | None
+    reason: str
+
+
+@event("tool_output")
+class ToolOutput:
+    id: str
+    text: str
+
+
+@event("tool_end")
+class ToolEnd:
+    id: str
+    name: str
+    is_error: bool
+    content: str
+    seconds: float
+
+
+@event("compaction")
+class Compaction:
+    """`before` and `after` in tokens."""
+    reason: str
+    before: int
+    after: int
+    first_kept_entry_id: str | None
+    error: str | None
+
+
+@event("warning")
+class Warned:
+    message: str
+
+
+@event("run_end")
+class RunEnd:
+    """`reason` is stop, length, error, aborted or max_steps."""
+    reason: str
+    error: dict | None
+
+
+@event("run_settled")
+class RunSettled:
+    reason: str
+    error: dict | None
+    answer: str
+    session: str | None
+    totals: dict
+
+
+Event = typing.Union[tuple(EVENTS.values())]
+
+# ── Text from elsewhere, made fit to show
+# What a server, a model or a file says may hold keys, escape sequences, or signs that turn text
+# around. Keys are replaced before anything is kept or shown; the rest when it is shown.
+
+SECRETS: set[str] = set()          # the values of the keys in use; filled where a key is read
+HIDDEN = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e"
+                    "\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]")
+
+
+def mask(text: str) -> str:
+    """The text without the values of the keys in use."""
+    for secret in SECRETS:
+        text = text.replace(secret, "[key]")
+    return text
+
+
+def visible(text: str) -> str:
+    """The text with control, invisible and reordering characters as escapes like \\x1b."""
+    return HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text.replace("\r\n", "\n"))
+
+
+def brief(text: str, limit: int = 200) -> str:
+    """The text in one line of at most `limit` characters; of an HTML page its title or words."""
+    if re.match(r"\s*<(!doctype|html|head|body)", text, re.I):
+        title = re.search(r"<title[^>]*>(.*?)</title>", text, re.I | re.S)
+        text = title[1] if title else re.sub(r"(?s)<(script|style).*?</\1>|<[^>]*>", " ", text)
+    text = visible(mask(" ".join(text.split())))
+    return text if len(text) <= limit else text[:limit - 1] + "…"
+
+
+class AgentError(Exception):
+    """What a person can do something about: what happened, and a hint what to do next."""
+
+    def __init__(self, message: str, hint: str = ""):
+        super().__init__(message)
+        self.message, self.hint = message, hint
+
+
+class UsageError(AgentError):
+    """A setting or a flag that cannot be used; exit status 2."""
+
+
+class SessionError(AgentError):
+    """A session file that cannot be used."""
+
+
+class ToolError(Exception):
+    """A sentence for the model: why the tool did nothing, and what would work."""
+
+
+class ProviderError(AgentError):
+    """A request that failed.
+
+    `kind` is auth, rate_limit, overflow, network, server, invalid_request or aborted. It may be
+    sent `attempts` times in all, after `delay` seconds (None: the caller's own waits). `window`
+    is the context length in tokens, if the error names it.
+    """
+
+    def __init__(self, kind: str, message: str, hint: str = "", *, attempts: int = 1,
+                 delay: float | None = None, window: int | None = None):
+        super().__init__(brief(message), brief(hint, 400))
+        self.kind, self.attempts, self.delay, self.window = kind, attempts, delay, window
+
+    def to_json(self) -> dict:
+        """The error as it stands in events."""
+        return {"kind": self.kind, "message": self.message, "hint": self.hint}
+
+
+# ─── HTTP and event streams ──────────────────────────────────────────────────────────────────────
+# One request at a time, and an answer that arrives in pieces, if it does. A thread of its own
+# talks to the server and puts what arrives into a queue; who waits for it waits at that queue.
+# So every wait has a limit, an abort from any thread is felt at once, and a cut is never taken
+# for an end. Left out: kept connections, HTTP/2, SOCKS proxies.
+
+USER_AGENT = f"tiny_agent/{VERSION}"
+PATIENCE = {                 # seconds
+    "connect": 15,
+    "first byte": 300,       # a large model on a small machine reads a long prompt for minutes
+    "byte": 120,
+    "event": 300,            # comments keep a connection alive, but only data is progress
+    "end": 1.5,              # after the finish reason: for the usage, which some servers never send
+}
+MAX_REPLY = 64_000_000       # bytes
+
+
+class Abort:
+    """A stop signal. Any thread, or a signal handler, may set it; whoever waits wakes at once."""
+
+    def __init__(self):
+        self.done = False
+        self.callbacks: list[Callable[[], None]] = []
+
+    def set(self) -> None:
+        self.done = True
+        for callback in list(self.callbacks):
+            callback()
+
+    @contextlib.contextmanager
+    def calling(self, callback: Callable[[], None]) -> Iterator[None]:
+        """Within, setting the signal calls `callback`, which must neither block nor raise."""
+        self.callbacks.append(callback)
+        if self.done:
+            callback()
+        try:
+            yield
+        finally:
+            self.callbacks.remove(callback)
+
+    def sleep(self, seconds: float) -> bool:
+        """Waits; True if the time is over, False as soon as the signal is set."""
+        wake: queue.SimpleQueue = queue.SimpleQueue()       # safe to use in a signal handler
+        with self.calling(lambda: wake.put(None)), contextlib.suppress(queue.Empty):
+            wake.get(timeout=max(0, seconds))
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def request(method: str, url: str, headers: dict, body: bytes | None,
+            abort: Abort) -> "Iterator[Answer]":
+    """Sends one HTTP request and gives its answer, as soon as its status is known.
+
+    No redirect is followed: the key would go along. Raises ProviderError.
+    """
+    answer = Answer(url, abort)
+    with abort.calling(answer.close):
+        threading.Thread(target=answer.talk, args=(method, headers, body), daemon=True).start()
+        try:
+            head = answer.take()
+            answer.status, answer.headers = head.status, head.headers
+            yield answer
+        finally:
+            answer.close()
+
+
+class Answer:
+    """The answer to one HTTP request: `status`, `headers` and the body's `chunks()`."""
+
+    def __init__(self, url: str, abort: Abort):
+        self.url, self.abort = url, abort
+        self.status, self.headers = 0, {}
+        self.inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self.socket, self.closed = None, False
+        self.patience, self.last_event = PATIENCE["first byte"], time.monotonic()
+
+    def talk(self, method: str, headers: dict, body: bytes | None) -> None:
+        """The thread: puts the answer's head into the inbox, the pieces of its body, then b""."""
+        connection = None
+        try:
+            connection, target, more = connect(self.url)
+            self.socket = connection.sock
+            if self.closed:
+                return
+            connection.request(method, target, body, {**more, **headers})
+            head = connection.getresponse()
+            self.inbox.put(head)
+            while data := head.read1(65536):
+                self.inbox.put(data)
+            self.inbox.put(b"")
+        except Exception as error:      # whatever goes wrong in this thread, the other one reports
+            self.inbox.put(error)
+        finally:
+            if connection:
+                connection.close()
+
+    def close(self) -> None:
+        """Wakes who waits and ends the connection; from any thread."""
+        import socket
+        self.closed = True
+        self.inbox.put(ProviderError("aborted", "stopped"))
+        if self.socket:
+            with contextlib.suppress(OSError):       # not SSLSocket's: it would wait for its peer
+                socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
+
+    def take(self) -> object:
+        """The next thing from the inbox, within the time that is left for it."""
+        seconds = min(self.patience, self.last_event + PATIENCE["event"] - time.monotonic())
+        try:
+            item = self.inbox.get(timeout=max(0, seconds))
+        except queue.Empty:
+            what = "stopped in the middle of its answer" if self.status else "does not answer"
+            raise ProviderError("network", f"the server {what}", attempts=5) from None
+        if self.abort.done:
+            raise ProviderError("aborted", "stopped")
+        if isinstance(item, Exception):
+            raise item if isinstance(item, ProviderError) else connection_error(item, self.url)
+        return item
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yields the body in pieces as they arrive, inflated if the server squeezed it."""
+        import zlib
+        squeezed = self.headers.get("Content-Encoding", "").strip().lower() in ("gzip", "deflate")
+        inflate = zlib.decompressobj(wbits=47).decompress if squeezed else bytes
+        self.patience = min(self.patience, PATIENCE["byte"])
+        size = 0
+        while data := self.take():
+            try:
+                data = inflate(data)
+            except zlib.error:
+                raise ProviderError("network", "the answer is damaged", attempts=5) from None
+            size += len(data)
+            if size > MAX_REPLY:
+                raise ProviderError("network", f"the answer is longer than {MAX_REPLY:,} bytes")
+            yield data
+
+    def text(self) -> str:
+        """The whole body, decoded. What a cut leaves of an error's body is still worth reading."""
+        parts = []
+        with contextlib.suppress(ProviderError):
+            parts.extend(self.chunks())
+        if self.abort.done:
+            raise ProviderError("aborted", "stopped")
+        return b"".join(parts).decode("utf-8", "replace")
+
+
+def connect(url: str) -> tuple:
+    """(a connected http.client connection, the target of the request line, more headers).
+
+    Proxies as urllib finds them, but never for this machine itself. Raises OSError, ValueError.
+    """
+    import http.client
+    from urllib.parse import unquote, urlsplit
+    from urllib.request import getproxies, proxy_bypass
+    goal = urlsplit(url)
+    at = goal
+    if not is_loopback(goal.hostname) and not proxy_bypass(goal.netloc):
+        proxies = getproxies()
+        way = proxies.get(goal.scheme) or proxies.get("all")
+        at = urlsplit(way if "://" in way else f"http://{way}") if way else goal
+    if at.scheme not in ("http", "https") or not at.hostname:
+        raise ValueError(f"not an address for HTTP: {at.geturl()}")
+    extra = {}
+    if at is not goal and at.username:
+        import base64
+        login = f"{unquote(at.username)}:{unquote(at.password or '')}".encode()
+        extra = {"Proxy-Authorization": "Basic " + base64.b64encode(login).decode()}
+    if goal.scheme == "https":
+        connection = http.client.HTTPSConnection(at.hostname, at.port or (443 if at is goal else 80),
+                                                 timeout=PATIENCE["connect"], context=tls_context())
+    else:
+        connection = http.client.HTTPConnection(at.hostname, at.port,
+                                                timeout=PATIENCE["connect"])
+    target = f"{goal.path or '/'}{'?' + goal.query if goal.query else ''}"
+    if at is not goal and goal.scheme == "https":
+        connection.set_tunnel(goal.hostname, goal.port or 443, extra)
+        extra = {}
+    elif at is not goal:
+        target = url
+        extra["Host"] = goal.netloc
+    connection.connect()
+    connection.sock.settimeout(None)        # from here on the one who waits keeps the time
+    return connection, target, extra
+
+
+def is_loopback(host: str | None) -> bool:
+    """Is it this machine?"""
+    import ipaddress
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host or "").is_loopback
+    return host == "localhost" or (host or "").endswith(".localhost")
+
+
+@functools.cache
+def tls_context():
+    """The one TLS context of the process; loading the certificates takes longer than a request.
+
+    SSL_CERT_FILE is honoured by OpenSSL itself. Python builds for macOS come without certificates
+    but the system has a file of them.
+    """
+    import ssl
+    context = ssl.create_default_context()
+    if not context.get_ca_certs() and os.path.exists("/etc/ssl/cert.pem"):
+        context.load_verify_locations("/etc/ssl/cert.pem")
+    return context
+
+
+def connection_error(error: Exception, url: str) -> ProviderError:
+    """What went wrong below HTTP, as a network error that says what to do."""
+    import socket
+    import ssl
+    from urllib.parse import urlsplit
+    host = urlsplit(url).hostname
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return ProviderError("network", f"the certificate of {host} is not trusted: "
+                             f"{error.verify_message}",
+                             "set SSL_CERT_FILE to a file with the certificates of your system or "
+                             "company; python.org's Python on macOS has 'Install Certificates'")
+    if isinstance(error, socket.gaierror):
+        return ProviderError("network", f"the name {host} cannot be resolved",
+                             "check the address and the network connection", attempts=3)
+    if isinstance(error, ConnectionRefusedError) and is_loopback(host):
+        return ProviderError("network", f"nothing answers at {url}: connection refused",
+                             "start the server first (Ollama: `ollama serve`), or check the "
+                             "address after --base-url")
+    if isinstance(error, (ValueError, UnicodeError)):
+        return ProviderError("invalid_request", f"{url}: {error}", "check the base URL")
+    what = str(error) or type(error).__name__
+    return ProviderError("network", f"the connection to {host} failed: {what}",
+                         "check the network connection and the proxy settings", attempts=5)
+
+
+def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yields the lines of a byte stream, ended by CR, LF or CRLF wherever the chunks are cut."""
+    parts: list[bytes] = []
+    after_cr = False
+    for chunk in chunks:
+        if after_cr and chunk.startswith(b"\n"):
+            chunk = chunk[1:]
+        if not chunk:
+            continue
+        after_cr = chunk.endswith(b"\r")
+        first, *more = re.split(rb"\r\n|\r|\n", chunk)
+        parts.append(first)
+        for line in more:
+            yield b"".join(parts)
+            parts = [line]
+    yield b"".join(parts)
+
+
+def server_events(chunks: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
+    """Yields (event name, data) of a server-sent event stream.
+
+    By https://html.spec.whatwg.org/multipage/server-sent-events.html, with two things more: a
+    last event without a blank line counts, and so does a field called `error` (old llama.cpp).
+    """
+    name, data = "", []
+    for number, line in enumerate(lines(chunks)):
+        line = line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
+        if not line and data:
+            yield name, b"\n".join(data)
+        if not line:
+            name, data = "", []
+            continue
+        key, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if key == b"event":
+            name = value.decode("utf-8", "replace")
+        elif key in (b"data", b"error"):
+            data.append(value)
+            name = "error" if key == b"error" else name
+    if data:
+        yield name, b"\n".join(data)
+
+
+DONE = {"[DONE]": True}      # the object that json_events gives for the end mark
+
+
+def json_events(chunks: Iterable[bytes]) -> Iterator[dict]:
+    """Yields the JSON objects of a reply, and DONE where the reply says that it is whole.
+
+    Its first byte decides whether it is a stream of events or one JSON body: servers answer a
+    request for a stream with either, under any Content-Type. Raises ProviderError.
+    """
+    chunks = iter(chunks)
+    head = b""
+    while not head.strip(b"\xef\xbb\xbf \t\r\n") and (data := next(chunks, None)) is not None:
+        head += data
+    start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if start[:1] in (b"{", b"["):
+        body = parse_event(start + b"".join(chunks))
+        yield from [body, DONE]
+    elif start[:1] == b"<":
+        page = (start + b"".join(chunks)).decode("utf-8", "replace")
+        raise ProviderError("network", f"a web page came instead of an answer: {brief(page, 120)}",
+                            "check the base URL, and whether a proxy or a login page is in between")
+    else:
+        for name, data in server_events(itertools.chain([head], chunks)):
+            if data.strip() == b"[DONE]":
+                yield DONE
+                return
+            body = parse_event(data)
+            yield {"error": body} if name == "error" and "error" not in body else body
+
+
+def parse_event(data: bytes) -> dict:
+    """One JSON object (of a list, its first). Raises ProviderError: a server error."""
+    try:
+        value = json.loads(data.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, list) and value:
+        value = value[0]
+    if not isinstance(value, dict):
+        raise ProviderError("server", "the server sent something that is not a JSON object: "
+                            + brief(data.decode("utf-8", "replace"), 80), attempts=5)
+    return value
+
+# ── What a refusal means
+# Every server words its errors in its own way. One function reads them all, one table says what
+# they mean; its first row that fits decides. Sources of the rows: the wire tests.
+
+OVERFLOW = "|".join((
+    r"prompt is too long", r"exceeds? (the )?context (limit|window)", r"context window exceeds",
+    r"maximum context length", r"context_length_exceeded", r"reduce the length of the messages",
+    r"input token count.*exceeds the maximum", r"maximum prompt length is", r"input is too long",
+    r"exceed_context_size", r"exceeds the (available|maximum) context size",
+    r"(greater|longer) than the context length", r"n_keep.*>= ?n_ctx", r"context the overflows",
+    r"too large for model with", r"max_tokens must be at least 1, got -",
+    r"exceeded model token limit", r"exceeds the limit of \d", r"context_window_exceeded"))
+WINDOW = re.compile(r"limit:? (\d+), requested|maximum (?:context|prompt) length (?:is|of) (\d+)|"
+                    r"> ?(\d+) maximum|context limit: .*> ?(\d+)|n_ctx\W+(\d+)|context size\W+(\d+)|"
+                    r"maximum number of tokens allowed \((\d+)\)|with (\d+) maximum context|"
+                    r"limit of (\d+)|maximum of (\d+) tokens|at most (\d+) tokens", re.I)
+NO_RIGHT = "check the key in {key_env}"
+NO_MODEL = "choose another one with -m; {base_url}/models lists what there is"
+FAULTS = (
+    # status      what the text says                     kind         attempts, delay, hint
+    ("413|429", r"request too large",                    "overflow", 1, None, ""),
+    ("413",     r"",                                     "overflow", 1, None, ""),
+    ("400",     r"^\W*$",                                "overflow", 1, None, ""),   # Cerebras
+    ("400|404|422|5..", OVERFLOW,                        "overflow", 1, None, ""),
+    ("402",     r"",                                     "auth", 1, None,
+     "the account has no credit left; add some, or choose another provider with -p"),
+    ("429",     r"insufficient_quota|insufficient balance", "auth", 1, None,
+     "the account has no credit left; add some, or choose another provider with -p"),
+    ("403",     r"error code: 1010",                     "auth", 1, None,
+     f"the site refuses this program by its User-Agent ({USER_AGENT}), not by the key"),
+    ("401|403", r"",                                     "auth", 1, None, NO_RIGHT),
+    ("429",     r"per.day|daily",                        "rate_limit", 1, None,
+     "the day's quota is used up; choose another model or provider"),
+    ("429",     r"",                                     "rate_limit", 5, None, ""),
+    ("400",     r"tool_use_failed",                      "invalid_request", 3, 0,
+     "the model writes calls that the server cannot read; another model may do better"),
+    ("400",     r"DEGRADED function",                    "server", 5, None, ""),
+    ("500|503", r"ResourceExhausted|total request limit", "rate_limit", 5, None, ""),
+    ("503",     r"loading",                              "server", 5, 15, ""),
+    ("408",     r"",                                     "network", 5, None, ""),
+    ("5..|498", r"",                                     "server", 5, None, ""),
+    ("404",     r"support tool",                         "invalid_request", 1, None,
+     "choose a model that can use tools with -m"),
+    ("400",     r"does not support tools",               "invalid_request", 1, None,
+     "choose a model that can use tools with -m"),
+    ("404",     r"data policy",                          "invalid_request", 1, None,
+     "the account's privacy settings exclude every host of this model"),
+    ("404",     r"model|function",                       "invalid_request", 1, None, NO_MODEL),
+    ("404",     r"",                                     "invalid_request", 1, None,
+     "check the base URL {base_url}; it must end before /chat/completions or /messages"),
+    ("",        r"",                                     "invalid_request", 1, None, ""),
+)
+STATUS_OF_NAME = {   # for errors inside an answer with status 200, where no number is given
+    "rate_limit": 429, "overloaded": 529, "authentication": 401, "permission": 403,
+    "not_found": 404, "invalid_request": 400, "tool_use_failed": 400, "exceed_context": 400,
+    "context_length": 400}
+
+
+def read_fault(body: str | dict | list) -> tuple[str, str]:
+    """(what the person may read, what only the table reads) of an error body of any shape."""
+    if isinstance(body, str):
+        try:
+            body = json.loads(body)
+        except (ValueError, RecursionError):
+            return brief(body, 1000), ""
+    if isinstance(body, list):
+        body = body[0] if body else {}
+    if not isinstance(body, dict):
+        return str(body), ""
+    inner = body.get("error")
+    about = inner if isinstance(inner, dict) else body
+    message = inner if isinstance(inner, str) else about.get("message") or about.get("detail") \
+        or about.get("title") or ""
+    if isinstance(message, list):
+        message = "; ".join(str(m.get("msg", m)) if isinstance(m, dict) else str(m)
+                            for m in message)
+    elif not isinstance(message, str):
+        message = json.dumps(message)
+    codes = " ".join(str(about[k]) for k in ("code", "type", "status", "status_code", "param")
+                     if about.get(k) is not None)
+    cause = about.get("metadata") if isinstance(about.get("metadata"), dict) else {}
+    if cause.get("raw"):                        # OpenRouter: what the host behind it said
+        deeper, more = read_fault(cause["raw"])
+        message, codes = f"{message}: {deeper}", f"{codes} {more}"
+    return message, codes
+
+
+def refusal(status: int, body: str | dict, headers=None, **names: str) -> ProviderError:
+    """The error that an answer means. `names` fill the hints: key_env, base_url, model, name."""
+    headers = {} if headers is None else headers
+    message, codes = read_fault(body)
+    if status == 200:
+        number = re.search(r"\b[45]\d\d\b", codes)
+        named = [code for name, code in STATUS_OF_NAME.items() if name in codes]
+        status = int(number[0]) if number else named[0] if named else 500
+    if 300 <= status < 400:
+        return ProviderError("invalid_request", f"the server redirects (status {status})",
+                             f"it points to {headers.get('Location') or 'nowhere'}; a redirect is "
+                             "not followed: use its address as base URL if you trust it")
+    kind, attempts, delay, hint = next(
+        row[2:] for row in FAULTS if re.fullmatch(row[0] or "...", str(status))
+        and re.search(row[1], f"{codes} {message}", re.I))
+    asked = wait_asked_for(headers, body, message)
+    delay = asked if asked is not None else delay
+    wanted = headers.get("x-should-retry", "").lower()
+    attempts = {"true": max(attempts, 5), "false": 1}.get(wanted, attempts)
+    if kind == "invalid_request" and hint == NO_MODEL and names.get("name") == "ollama":
+        hint = "`ollama pull {model}` fetches it"
+    window = WINDOW.search(message) if kind == "overflow" else None
+    return ProviderError(
+        kind, message if str(status) in message else f"{message or 'refused'} (status {status})",
+        hint.format(**names), attempts=attempts, delay=delay,
+        window=int(next(filter(None, window.groups()))) if window else None)
+
+
+DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:([\d.]+)(ms|s))?")
+
+
+def seconds_of(text: str) -> float | None:
+    """"1m2.5s", "260ms", "34s" or a bare number of seconds; None if it is none of these."""
+    with contextlib.suppress(ValueError):
+        return float(text)
+    found = DURATION.fullmatch(text.strip())
+    if not found or not any(found.groups()):
+        return None
+    with contextlib.suppress(ValueError):
+        last = float(found[3] or 0) / (1000 if found[4] == "ms" else 1)
+        return int(found[1] or 0) * 3600 + int(found[2] or 0) * 60 + last
+    return None
+
+
+def wait_asked_for(headers, body: str | dict, message: str) -> float | None:
+    """How many seconds a server asks to wait; None if it says nothing usable."""
+    from email.utils import parsedate_to_datetime
+    now = time.time()
+    found: list[float | None] = []
+    if milliseconds := headers.get("retry-after-ms"):
+        found.append((seconds_of(milliseconds) or 0) / 1000)
+    if after := headers.get("Retry-After"):
+        found.append(seconds_of(after))
+        with contextlib.suppress(ValueError, TypeError):
+            sent = parsedate_to_datetime(headers["Date"]).timestamp() if headers.get("Date") else now
+            found.append(parsedate_to_datetime(after).timestamp() - sent)
+    text = body if isinstance(body, str) else json.dumps(body)
+    if detail := re.search(r'"retryDelay":\s*"([^"]+)"', text):
+        found.append(seconds_of(detail[1]))
+    if asked := re.search(r"(?:try again|retry) in ((?:\d+h)?(?:\d+m)?[\d.]+m?s)", message, re.I):
+        found.append(seconds_of(asked[1]))
+    if reset := re.search(r'"X-RateLimit-Reset":\s*"?(\d{12,})', text, re.I):
+        found.append(int(reset[1]) / 1000 - now)
+    for what in ("tokens", "requests"):
+        if headers.get(f"x-ratelimit-remaining-{what}") == "0":
+            found.append(seconds_of(headers.get(f"x-ratelimit-reset-{what}", "")))
+    return next((seconds for seconds in found if seconds and 0 < seconds < 1e7), None)
+
+
+# ─── Providers ───────────────────────────────────────────────────────────────────────────────────
+# The port: `stream(system, messages, tools, abort)` yields text_delta, thinking_delta and
+# toolcall_* events and ends in exactly one Done or Failed. Two wire formats fill it, each a pair
+# of pure translators around one request path; a scripted provider plays a part without a network.
+# What differs between hosts of a format is data: a line in PROVIDERS. Left out: images, logprobs.
+
+@dataclass(frozen=True)
+class Done:
+    """The end of a stream: the whole message."""
+    message: AssistantMessage
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The other end of a stream: why, and what there is of the message."""
+    error: ProviderError
+    message: AssistantMessage
+
+
+def own_id() -> str:
+    """A new id of nine letters and digits, which every provider accepts (Mistral no other)."""
+    return "".join(random.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=9))
+
+
+def short_id(text: str) -> str:
+    """Always the same nine letters and digits for the same id."""
+    import hashlib
+    return text if re.fullmatch("[A-Za-z0-9]{9}", text) else hashlib.sha256(
+        text.encode("utf-8", "replace")).hexdigest()[:9]
+
+
+def known_name(name: str, names: Iterable[str]) -> str:
+    """The tool that a model means by a name with leaked tokens, a prefix or other letter case."""
+    name = name.partition("<|")[0].strip()
+    last = re.split(r"[.:/]", name)[-1]
+    for guess in (name, last):
+        found = [known for known in names if known.casefold() == guess.casefold()]
+        if guess in names or len(found) == 1:
+            return guess if guess in names else found[0]
+    return name
+
+
+def parse_arguments(text: str) -> dict | None:
+    """The arguments of a call; None if the text is no JSON object, however it may look.
+
+    No text and `null` are an object without members; a text inside a text is unpacked once.
+    """
+    def no_number(token: str) -> float:
+        if abs(float(token)) == float("inf") or token == "NaN":
+            raise ValueError(token)
+        return float(token)
+    try:
+        value = json.loads(text, parse_float=no_number, parse_constant=no_number) \
+            if text.strip() else {}
+        if isinstance(value, str):
+            value = json.loads(value, parse_float=no_number, parse_constant=no_number)
+    except (ValueError, RecursionError):
+        return None
+    return {} if value is None else value if isinstance(value, dict) else None
+
+
+# Small models write calls as text. These are the ways in which they do.
+CALL_TEXT = re.compile(r"""\s*(?:
+    <tool_call>\s*(?P<tagged>\{.*?\})\s*</tool_call>
+  | (?:<tool_call>\s*)?<function=(?P<name>[\w.-]+)>(?P<parameters>.*?)</function>
+    (?:\s*</tool_call>)?
+  | (?:<\|start\|>assistant)?(?:<\|channel\|>)?\w+\s+to=(?P<harmony>[\w.]+)[^{]*?<\|message\|>
+    (?P<body>\{.*?\})\s*(?:<\|call\|>|<\|end\|>|\Z)
+  | ```(?:json|tool_call)?\s*(?P<fenced>\{.*?\})\s*```
+  | (?P<bare>\{.*\})
+  )\s*""", re.S | re.X)
+CALL_START = re.compile(r"<tool_call>|<function=|<\|start\|>assistant<\|channel\|>|<\|channel\|>|"
+                        r"```(?:json|tool_call)?\s*\{|\A\s*\{")
+MAY_OPEN = re.compile(r"<tool_call>|<function=|<\|\w|</think>|<[\w/|]{0,11}\Z")
+
+
+def calls_in_text(text: str, names: Iterable[str]) -> tuple[str, list[tuple[str, str]]]:
+    """(the text before, [(name, arguments as JSON)]) if calls of known tools end the text."""
+    for start in CALL_START.finditer(text):
+        calls, place = [], start.start()
+        while place < len(text) and (found := CALL_TEXT.match(text, place)):
+            name, arguments = found["name"] or found["harmony"], found["body"] or ""
+            if written := found["tagged"] or found["fenced"] or found["bare"]:
+                call = parse_arguments(written) or {}
+                name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+                arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            elif found["name"]:
+                pairs = re.findall(r"<parameter=([\w.-]+)>\n?(.*?)\n?</parameter>",
+                                   found["parameters"], re.S)
+                arguments = json.dumps(dict(pairs))
+            if not isinstance(name, str) or known_name(name, names) not in names:
+                break
+            calls.append((known_name(name, names), arguments))
+            place = found.end()
+        if calls and place == len(text):
+            return text[:start.start()].rstrip(), calls
+    return text, []
+
+
+class Pending:
+    """A tool call in the making."""
+
+    def __init__(self, id: str, given: str):
+        self.id, self.given = id, given              # `given` by the provider; "" until it does
+        self.name, self.arguments, self.place = "", "", "new"       # new, started, ended
+
+
+class Reply:
+    """An assistant message in the making: takes its pieces as they come, yields their events."""
+
+    def __init__(self, provider: "Provider", tools: list[dict], messages: list[Message]):
+        self.provider, self.names = provider, [tool["name"] for tool in tools]
+        self.taken = {c.id for m in messages if isinstance(m, AssistantMessage)
+                      for c in m.tool_calls}
+        self.place, self.held = "start", ""          # start, thought or answer; not yet sorted
+        self.content, self.sent, self.thinking = "", 0, ""
+        self.calls: list[Pending] = []
+        self.by_index: dict[object, Pending] = {}
+        self.usage: dict = {}
+        self.data: dict = {}                         # what must go back to this provider
+        self.finish, self.ended = "", False          # the finish reason; is the message whole?
+
+    def add_text(self, piece: str) -> Iterator[Event]:
+        """Content. A <think> at its start opens a thought; elsewhere it is text."""
+        self.held += piece
+        if self.place == "start" and self.held.strip() and \
+                not "<think>".startswith(self.held.strip()[:7]):
+            self.place = "answer"
+        if self.place == "start" and self.held.lstrip().startswith("<think>"):
+            self.place, self.held = "thought", self.held.lstrip()[7:].lstrip("\n")
+        if self.place == "thought":
+            thought, end, rest = self.held.partition("</think>")
+            cut = len(thought) if end else (re.search(r"(<[/a-z]{0,7})?\Z", thought)).start()
+            yield from self.add_thinking(thought[:cut])
+            self.held = rest.lstrip() if end else thought[cut:]
+            self.place = ("after thought" if not self.held else "answer") if end else self.place
+        if self.place == "after thought":
+            self.held = self.held.lstrip()
+            self.place = "answer" if self.held else self.place
+        if self.place == "answer":
+            self.content, self.held = self.content + self.held, ""
+            yield from self.send(self.settled())
+
+    def settled(self) -> int:
+        """How far the content can be shown: not past what may turn out to be a call or a tag."""
+        if self.names and re.match(r"\s*(\{|```json|```tool_call)", self.content):
+            return 0
+        found = MAY_OPEN.search(self.content, self.sent)
+        return found.start() if found else len(self.content)
+
+    def send(self, end: int) -> Iterator[Event]:
+        if end > self.sent:
+            start, self.sent = self.sent, end
+            yield TextDelta(self.content[start:end])
+
+    def add_thinking(self, piece: str) -> Iterator[Event]:
+        if piece:
+            self.thinking += piece
+            yield ThinkingDelta(piece)
+
+    def add_call(self, index: object = None, id: str = "", name: str = "", arguments: object = "",
+                 extra: object = None) -> Iterator[Event]:
+        """A piece of a call. Which call: that of its index, unless another id comes with it; else
+        that of its id; else the last one."""
+        if index is None:
+            index = self.index_of(id, name)
+        call = self.by_index.get(index)
+        if call is None or id and call.given and id != call.given:
+            call = Pending(own_id() if not id or id in self.taken else id, id)
+            self.taken.add(call.id)
+            self.calls.append(call)
+            self.by_index.pop(index, None)           # so that the newest is the last
+            self.by_index[index] = call
+        call.given = call.given or id
+        if name and (not call.name or call.name != name and call.name + name in self.names):
+            call.name += name
+        if extra:
+            self.data.setdefault("extra_content", {})[call.id] = extra
+        piece = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        if piece and piece != "null":
+            call.arguments += piece
+            yield from self.tell(call)
+            yield ToolcallDelta(call.id, known_name(call.name, self.names), piece)
+
+    def index_of(self, id: str, name: str) -> object:
+        """The index for a piece that has none: a known id's, a new one, or the last."""
+        if id:
+            return next((i for i, call in self.by_index.items() if call.given == id), id)
+        last = next(reversed(self.by_index), None)
+        whole = last is not None and self.by_index[last].arguments \
+            and parse_arguments(self.by_index[last].arguments) is not None
+        return len(self.calls) + 1000 if last is None or name and whole else last
+
+    def tell(self, call: Pending) -> Iterator[Event]:
+        if call.place == "new":
+            call.place = "started"
+            yield ToolcallStart(call.id, known_name(call.name, self.names))
+
+    def end_calls(self) -> Iterator[Event]:
+        for call in self.calls:
+            if call.place == "started":
+                call.place = "ended"
+                yield ToolcallEnd(self.whole(call))
+
+    def add_usage(self, usage: object) -> None:
+        """Counts; the last one of each wins."""
+        if isinstance(usage, dict):
+            self.usage.update({k: v for k, v in usage.items() if v is not None})
+
+    def end(self) -> Iterator[Event]:
+        """What was held back, calls written as text, and the ends of the calls.
+
+        Raises ProviderError for a reply that is no success: refused, broken off, empty.
+        """
+        if self.place == "thought":
+            yield from self.add_thinking(self.held)
+        else:
+            self.content += self.held
+        self.held = ""
+        if lost := re.match(r"((?:(?!<think>).)*?)(?:\n</think>\s*|</think>\s*\n\s*)(.*)",
+                            self.content, re.S):     # the opening tag was in the prompt
+            self.thinking, self.content = self.thinking + lost[1].strip(), lost[2]
+            self.sent = min(self.sent, len(self.content))
+        if self.finish in BROKEN_FINISH:
+            raise ProviderError(*BROKEN_FINISH[self.finish][:3],
+                                attempts=BROKEN_FINISH[self.finish][3])
+        if self.names and not self.calls and FINISH.get(self.finish) != "length":
+            self.content, written = calls_in_text(self.content, self.names)
+            for number, (name, arguments) in enumerate(written):
+                yield from self.add_call(f"text {number}", "", name, arguments)
+        yield from self.send(len(self.content))
+        self.calls = [call for call in self.calls if call.name]
+        for call in self.calls:
+            call.name = known_name(call.name, self.names)
+            yield from self.tell(call)
+        yield from self.end_calls()
+        if not self.content.strip() and not self.calls and FINISH.get(self.finish) != "length":
+            raise ProviderError("server", "the reply is empty: no text and no tool call",
+                                "send the message again, or choose another model", attempts=2)
+
+    def whole(self, call: Pending) -> ToolCall:
+        arguments = parse_arguments(call.arguments)
+        return ToolCall(call.id, call.name, arguments,
+                        call.arguments if arguments is None else None)
+
+    def message(self, stop_reason: str = "", error: str | None = None) -> AssistantMessage:
+        """The message as far as it has come."""
+        calls = tuple(self.whole(call) for call in self.calls if call.name)
+        own = FINISH.get(self.finish, "tool_use" if calls else "stop")
+        return AssistantMessage(
+            self.content, calls, self.thinking, stop_reason or own, error, usage_of(self.usage),
+            self.provider.name, self.provider.model,
+            {self.provider.name: self.data} if self.data else {})
+
+
+FINISH = {"length": "length", "model_length": "length", "max_tokens": "length"}
+BROKEN_FINISH = {       # kind, message, hint, attempts
+    "content_filter": ("invalid_request", "the provider's filter stopped the answer", "", 1),
+    "refusal": ("invalid_request", "the model refused to answer (refusal)", "", 1),
+    "error": ("server", "the provider broke the answer off", "", 5),
+    "insufficient_system_resource": ("server", "the provider ran out of resources", "", 5),
+    "model_context_window_exceeded": ("overflow", "the context window is exceeded", "", 1),
+}
+
+
+def usage_of(counts: dict) -> Usage | None:
+    """The counts of any known provider as Usage; None if there are none."""
+    def first(*names: str) -> int:
+        found = [counts.get(name) for name in names]
+        return next((n for n in found if isinstance(n, int) and n >= 0), 0)
+    if not counts:
+        return None
+    details = counts.get("prompt_tokens_details")
+    cached = first("prompt_cache_hit_tokens", "cached_tokens", "cache_read_input_tokens")
+    if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
+        cached = details["cached_tokens"]
+    asked = first("prompt_tokens", "input_tokens")
+    if "input_tokens" in counts:            # Anthropic counts what came from its cache apart
+        asked += first("cache_read_input_tokens") + first("cache_creation_input_tokens")
+    cost = counts.get("cost")
+    return Usage(asked, first("completion_tokens", "output_tokens"), cached,
+                 cost if isinstance(cost, (int, float)) else None)
+
+
+class Provider:
+    """A host of chat completions: `Provider("groq", base_url, model, "GROQ_API_KEY")`.
+
+    `habits` are what is particular to it: `short_ids` (only ids of nine letters and digits),
+    `needs_reasoning` (a reasoning field on every message with calls), `extra` (more fields of the
+    request), `drop` and `rename` (fields that it refuses). A refusal that names the habit to
+    change changes it, once, for as long as the object lives.
+    """
+    path = "/chat/completions"
+
+    def __init__(self, name: str, base_url: str, model: str, key_env: str | None = None,
+                 **habits: object):
+        self.name, self.base_url, self.model, self.key_env = name, base_url, model, key_env
+        self.habits: dict = habits
+        self.window: int | None = None       # context length in tokens, once it is known
+
+    def using(self, model: str = "", base_url: str = "") -> "Provider":
+        """The same provider with another model or address."""
+        other = copy.copy(self)
+        other.habits = dict(self.habits)
+        other.model, other.base_url = model or self.model, (base_url or self.base_url).rstrip("/")
+        return other
+
+    def key(self) -> str:
+        """The key, from the environment; "" if there is none."""
+        key = os.environ.get(self.key_env or "", "").strip()
+        if len(key) >= 6:
+            SECRETS.add(key)
+        return key
+
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key()}"} if self.key() else {}
+
+    def to_wire(self, system: str, messages: list[Message], tools: list[dict]) -> dict:
+        return to_openai(system, messages, tools, self)
+
+    def from_wire(self, data: dict, reply: Reply) -> Iterator[Event]:
+        return from_openai(data, reply)
+
+    def stream(self, system: str, messages: list[Message], tools: list[dict],
+               abort: Abort | None = None) -> Iterator[Event | Done | Failed]:
+        """Sends one request and yields what comes: deltas, then one Done or one Failed."""
+        reply = Reply(self, tools, messages)
+        try:
+            body = self.to_wire(system, messages, tools)
+            yield from self.converse(body, reply, abort or Abort())
+            yield from reply.end()
+            yield Done(reply.message())
+        except ProviderError as error:
+            self.window = error.window or self.window
+            if error.attempts == 1 and error.kind == "invalid_request" \
+                    and self.learn(str(error)) and self.to_wire(system, messages, tools) != body:
+                error.attempts, error.delay = 2, 0
+            ended = "aborted" if error.kind == "aborted" else "error"
+            yield from reply.end_calls()
+            yield Failed(error, reply.message(ended, error.message))
+
+    def converse(self, body: dict, reply: Reply, abort: Abort) -> Iterator[Event]:
+        """Sends the body and feeds what comes to the reply, until that is whole."""
+        with self.request("POST", self.base_url + self.path, body, abort) as answer:
+            if answer.status != 200:
+                raise self.refused(answer.status, answer.text(), answer.headers)
+            try:
+                for data in json_events(answer.chunks()):
+                    answer.last_event = time.monotonic()
+                    if data is DONE:
+                        reply.ended = True
+                        return
+                    yield from self.take(data, reply)
+                    if reply.ended:
+                        answer.patience = PATIENCE["end"]
+            except ProviderError as error:
+                if not reply.ended or error.kind != "network":
+                    raise
+        if not reply.ended:
+            raise ProviderError("network", "the answer ended before it was complete",
+                                "try again; if it stays so, check the base URL", attempts=5)
+
+    def request(self, method: str, url: str, body: dict | None, abort: Abort):
+        """A request to this provider. Raises ProviderError for a key that cannot be sent."""
+        headers = {"User-Agent": USER_AGENT, "Accept": "text/event-stream, application/json",
+                   "Content-Type": "application/json", **self.headers()}
+        if not all(v.isascii() and v.isprintable() for v in headers.values()):
+            raise ProviderError("auth", f"the value of {self.key_env} is not a key",
+                                "it holds characters that no key has")
+        data = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace") if body else None
+        return request(method, url, headers, data, abort)
+
+    def refused(self, status: int, body: str | dict, headers=None) -> ProviderError:
+        return refusal(status, body, headers, name=self.name, model=self.model,
+                       base_url=self.base_url, key_env=self.key_env or "(it uses none)")
+
+    def take(self, data: dict, reply: Reply) -> Iterator[Event]:
+        """Feeds one object to the reply. Raises ProviderError if it tells of an error."""
+        groq = data.get("x_groq") if isinstance(data.get("x_groq"), dict) else {}
+        if data.get("error") or groq.get("error") or "error" in (data.get("object"),
+                                                                 data.get("type")):
+            raise self.refused(200, {"error": groq["error"]} if groq.get("error") else data)
+        try:
+            reply.add_usage(data.get("usage") or groq.get("usage"))
+            yield from self.from_wire(data, reply)
+        except (AttributeError, KeyError, TypeError, IndexError, ValueError) as problem:
+            # A server may send anything; what the translator cannot read is the server's fault.
+            raise ProviderError("server", "the answer has a shape that no provider is known for: "
+                                f"{type(problem).__name__} in {brief(json.dumps(data), 80)}",
+                                attempts=5) from problem
+
+    def find_window(self, abort: Abort) -> int | None:
+        """The context length in tokens, from where this host tells it; None if it does not."""
+        host = self.base_url.removesuffix("/v1")
+        with contextlib.suppress(ProviderError, ValueError, AttributeError, TypeError):
+            with self.request("GET", host + self.habits.get("windows", "/v1/models"), None,
+                              abort) as answer:
+                if answer.status == 200:
+                    self.window = window_in(json.loads(answer.text()), self.model) or self.window
+        return self.window
+
+    def learn(self, message: str) -> bool:
+        """Changes the habit that a refusal names. False if it names none."""
+        if re.search(r"reasoning_content", message) and re.search("missing|must be", message, re.I):
+            self.habits["needs_reasoning"] = True
+        elif re.search(r"tool call id .* must be", message, re.I):
+            self.habits["short_ids"] = True
+        elif found := REFUSED_FIELD.search(message):
+            name, better = next(filter(None, found.groups())), USE_INSTEAD.search(message)
+            if name in NEEDED_FIELDS:
+                return False
+            if better:
+                self.habits["rename"] = {**self.habits.get("rename", {}), name: better[1]}
+            self.habits["drop"] = {*self.habits.get("drop", ()), name}
+        else:
+            return False
+        return True
+
+
+REFUSED_FIELD = re.compile(r"(?:unsupported|unrecognized|unknown|extra|invalid|unexpected)"
+                           r"[\w ]*?:? ?['\"`](\w+)['\"`]|['\"`](\w+)['\"`] (?:is|are) (?:not|un)"
+                           r"|extra_forbidden\W+body\W+(\w+)", re.I)
+USE_INSTEAD = re.compile(r"use ['\"`](\w+)['\"`] instead", re.I)
+WINDOW_FIELDS = ("loaded_context_length", "context_window", "max_model_len", "context_length",
+                 "max_context_length")
+
+
+def window_in(body: dict | list, model: str) -> int | None:
+    """The context length of a model in a list of models, or in what describes one."""
+    if isinstance(body, dict) and "model_info" in body:        # Ollama's /api/show; its default
+        found = re.search(r"num_ctx\s+(\d+)", body.get("parameters") or "")
+        return int(found[1]) if found else 4096
+    listed = body if isinstance(body, list) else body.get("data") or body.get("models") or ()
+    entry = next((e for e in listed if model in (e.get("id"), e.get("name"), e.get("model"))), {})
+    sizes = [next((entry[name] for name in WINDOW_FIELDS if entry.get(name)), None),
+             (entry.get("top_provider") or {}).get("context_length")]
+    return min((size for size in sizes if isinstance(size, int)), default=None)
+
+
+NEEDED_FIELDS = {"model", "messages", "role", "content", "tools", "tool_calls", "tool_call_id"}
+THINKING_FIELDS = ("reasoning_content", "reasoning", "reasoning_text")
+
+
+def to_openai(system: str, messages: list[Message], tools: list[dict], provider: Provider) -> dict:
+    """The body of a chat completions request."""
+    habits = provider.habits
+    the_id = short_id if habits.get("short_ids") else str
+    sent: list[dict] = [{"role": "system", "content": system}]
+    for message in messages:
+        if isinstance(message, UserMessage):
+            sent.append({"role": "user", "content": message.content})
+        elif isinstance(message, ToolResultMessage):
+            sent.append({"role": "tool", "tool_call_id": the_id(message.tool_call_id),
+                         "content": message.content or "(no output)"})
+        else:
+            sent.append(_assistant_to_openai(message, provider, the_id))
+    body = {"model": provider.model, "messages": sent, "stream": True,
+            "stream_options": {"include_usage": True}, **habits.get("extra", {})}
+    if tools:
+        body["tools"] = [{"type": "function", "function": tool} for tool in tools]
+    for old, new in habits.get("rename", {}).items():
+        if old in body:
+            body[new] = body[old]
+    for part in (body, *sent):
+        for name in habits.get("drop", ()):
+            part.pop(name, None)
+    return body
+
+
+def _assistant_to_openai(message: AssistantMessage, provider: Provider, the_id: Callable) -> dict:
+    own = own_data(message, provider)
+    sent: dict = {"role": "assistant", "content": message.content or None}
+    if own.get("thinking_field"):
+        sent[own["thinking_field"]] = message.thinking
+    elif message.tool_calls and provider.habits.get("needs_reasoning"):
+        sent["reasoning_content"] = ""
+    if own.get("reasoning_details"):
+        sent["reasoning_details"] = own["reasoning_details"]
+    extra = own.get("extra_content", {})
+    calls = [{"id": the_id(call.id), "type": "function",
+              "function": {"name": call.name, "arguments": json.dumps(call.arguments or {})},
+              **({"extra_content": extra[call.id]} if call.id in extra else {})}
+             for call in message.tool_calls]
+    return {**sent, "tool_calls": calls} if calls else sent
+
+
+def own_data(message: AssistantMessage, provider: Provider) -> dict:
+    """What a message holds for this provider and model; nothing of what is another's."""
+    if (message.provider, message.model) != (provider.name, provider.model):
+        return {}
+    return message.provider_data.get(provider.name, {})
+
+
+def from_openai(chunk: dict, reply: Reply) -> Iterator[Event]:
+    """Feeds one chunk (or one whole completion) to the reply. Only the first choice counts."""
+    for choice in chunk.get("choices") or ():
+        if choice.get("index"):
+            continue
+        delta = choice.get("delta") or choice.get("message") or {}
+        reply.add_usage(choice.get("usage"))
+        name, thought = next(((k, delta[k]) for k in THINKING_FIELDS if delta.get(k)), ("", ""))
+        if isinstance(thought, dict):
+            thought = thought.get("text") or ""
+        elif thought:
+            reply.data["thinking_field"] = name
+        yield from reply.add_thinking(thought)
+        for detail in delta.get("reasoning_details") or ():
+            add_detail(reply.data.setdefault("reasoning_details", []), detail)
+        content = delta.get("content") or ()
+        for part in [content] if isinstance(content, str) else content:
+            if isinstance(part, str):
+                yield from reply.add_text(part)
+            elif part.get("type") == "thinking":
+                for piece in part.get("thinking") or ():
+                    yield from reply.add_thinking(piece if isinstance(piece, str)
+                                                  else piece.get("text") or "")
+            else:
+                yield from reply.add_text(part.get("text") or "")
+        if delta.get("refusal"):
+            yield from reply.add_text(delta["refusal"])
+        for call in delta.get("tool_calls") or ():
+            function = call.get("function") or {}
+            yield from reply.add_call(call.get("index"), call.get("id") or "",
+                                      function.get("name") or "", function.get("arguments") or "",
+                                      call.get("extra_content"))
+        old = delta.get("function_call") or {}
+        if old.get("name") or old.get("arguments"):
+            yield from reply.add_call(0, "", old.get("name") or "", old.get("arguments") or "")
+        if choice.get("finish_reason"):
+            reply.finish, reply.ended = str(choice["finish_reason"]), True
+
+
+def add_detail(details: list[dict], piece: dict) -> None:
+    """Joins pieces of one reasoning detail: texts are put together, other fields replaced."""
+    last = details[-1] if details else {}
+    same = piece.get("index") is not None and last.get("index") == piece["index"]
+    if not same or last.get("type") != piece.get("type"):
+        details.append(dict(piece))
+        return
+    for name, value in piece.items():
+        joined = name in ("text", "summary", "data") and isinstance(last.get(name), str)
+        last[name] = last[name] + (value or "") if joined else value
+
+
+class Anthropic(Provider):
+    """A host of Anthropic messages."""
+    path = "/messages"
+
+    def headers(self) -> dict[str, str]:
+        return {"x-api-key": self.key(), "anthropic-version": "2023-06-01"}
+
+    def to_wire(self, system: str, messages: list[Message], tools: list[dict]) -> dict:
+        return to_anthropic(system, messages, tools, self)
+
+    def from_wire(self, data: dict, reply: Reply) -> Iterator[Event]:
+        return from_anthropic(data, reply)
+
+
+def to_anthropic(system: str, messages: list[Message], tools: list[dict],
+                 provider: Provider) -> dict:
+    """The body of a messages request. Marks for the cache: after tools and system, at the end."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    sent: list[dict] = []
+    for message in messages:
+        if isinstance(message, AssistantMessage):
+            role, blocks = "assistant", list(own_data(message, provider).get("thinking", ()))
+            if message.content.strip():
+                blocks.append({"type": "text", "text": message.content})
+            blocks += [{"type": "tool_use", "id": re.sub(r"[^\w-]", "_", call.id),
+                        "name": call.name, "input": call.arguments or {}}
+                       for call in message.tool_calls]
+        elif isinstance(message, ToolResultMessage):
+            role, blocks = "user", [{
+                "type": "tool_result", "tool_use_id": re.sub(r"[^\w-]", "_", message.tool_call_id),
+                "content": message.content or "(no output)", "is_error": message.is_error}]
+        else:
+            role, blocks = "user", [{"type": "text", "text": message.content}]
+        if sent and sent[-1]["role"] == role:
+            sent[-1]["content"] += blocks
+        else:
+            sent.append({"role": role, "content": blocks})
+    if sent and sent[-1]["content"]:
+        sent[-1]["content"][-1] = {**sent[-1]["content"][-1], **mark}
+    body = {"model": provider.model, "max_tokens": 8192, "stream": True, "messages": sent,
+            "system": [{"type": "text", "text": system, **mark}],
+            **provider.habits.get("extra", {})}
+    if tools:
+        body["tools"] = [{"name": tool["name"], "description": tool["description"],
+                          "input_schema": tool["parameters"]} for tool in tools]
+    for name in provider.habits.get("drop", ()):
+        body.pop(name, None)
+    return body
+
+
+def from_anthropic(data: dict, reply: Reply) -> Iterator[Event]:
+    """Feeds one event (or one whole message) to the reply. It is whole only at message_stop."""
+    kind, index = data.get("type"), data.get("index", 0)
+    thoughts: list[dict] = reply.data.get("thinking", [])
+    if kind == "message_start":
+        reply.add_usage(data["message"].get("usage"))
+    elif kind == "message":
+        for number, block in enumerate(data.get("content") or ()):
+            yield from from_anthropic({"type": "content_block_start", "index": number,
+                                       "content_block": block}, reply)
+        reply.finish = data.get("stop_reason") or ""
+    elif kind == "content_block_start":
+        block = data["content_block"]
+        if block["type"] == "tool_use":
+            yield from reply.add_call(index, block["id"], block["name"], block.get("input") or "")
+        elif block["type"] == "text":
+            yield from reply.add_text(block.get("text") or "")
+        elif block["type"] in ("thinking", "redacted_thinking"):
+            reply.data["thinking"] = [*thoughts, dict(block)]
+            yield from reply.add_thinking(block.get("thinking") or "")
+    elif kind == "content_block_delta":
+        delta = data["delta"]
+        if delta["type"] == "text_delta":
+            yield from reply.add_text(delta["text"])
+        elif delta["type"] == "input_json_delta":
+            yield from reply.add_call(index, arguments=delta["partial_json"])
+        elif delta["type"] == "thinking_delta":
+            thoughts[-1]["thinking"] += delta["thinking"]
+            yield from reply.add_thinking(delta["thinking"])
+        elif delta["type"] == "signature_delta":
+            thoughts[-1]["signature"] = delta["signature"]
+    elif kind == "message_delta":
+        reply.finish = data["delta"].get("stop_reason") or reply.finish
+    elif kind == "message_stop":
+        reply.ended = True
+
+
+# ── A provider without a network
+
+class ScriptedProvider(Provider):
+    """Plays replies from a list, or from one function (messages, tools) -> reply.
+
+    A reply is a text, a list of calls (a ToolCall or a pair of name and arguments), a whole
+    AssistantMessage, a ProviderError, a Failed, or a function like the one above. `requests`
+    holds what was asked, for tests.
+    """
+
+    def __init__(self, replies: Iterable | Callable, name: str = "scripted",
+                 model: str = "scripted"):
+        super().__init__(name, "", model)
+        self.replies = replies if callable(replies) else iter(replies)
+        self.requests: list[dict] = []
+
+    def stream(self, system: str, messages: list[Message], tools: list[dict],
+               abort: Abort | None = None) -> Iterator[Event | Done | Failed]:
+        self.requests.append({"system": system, "messages": list(messages), "tools": tools})
+        reply = self.replies if callable(self.replies) else next(self.replies, ProviderError(
+            "invalid_request", "the script is over", "give the ScriptedProvider more replies"))
+        reply = reply(messages, tools) if callable(reply) else reply
+        if isinstance(reply, ProviderError):
+            reply = Failed(reply, AssistantMessage(stop_reason="error", error_message=str(reply)))
+        elif not isinstance(reply, Failed):
+            reply = Done(self.as_message(reply))
+        message = replace(reply.message, provider=self.name, model=self.model)
+        if message.thinking:
+            yield ThinkingDelta(message.thinking)
+        for piece in re.findall(r"\s*\S+\s*\Z|\s*\S+", message.content):
+            yield TextDelta(piece)
+        for call in message.tool_calls:
+            yield ToolcallStart(call.id, call.name)
+            yield ToolcallDelta(call.id, call.name, json.dumps(call.arguments))
+            yield ToolcallEnd(call)
+        yield replace(reply, message=message)
+
+    @staticmethod
+    def as_message(reply: str | list | AssistantMessage) -> AssistantMessage:
+        if isinstance(reply, AssistantMessage):
+            return reply
+        if isinstance(reply, str):
+            return AssistantMessage(reply)
+        calls = tuple(c if isinstance(c, ToolCall) else ToolCall(own_id(), *c) for c in reply)
+        return AssistantMessage(tool_calls=calls, stop_reason="tool_use")
+
+
+# The demo model: what it can do, as a list of (a pattern for the task, a function). The function
+# gets the match and the results so far, and gives the next call or the answer. It sees nothing
+# but the messages and tools of the request, like any model.
+
+FIBONACCI = '''"""Prints the first {n} Fibonacci numbers."""
+
+a, b = 0, 1
+for _ in range({n}):
+    print(a)
+    a, b = b, a + b
+'''
+DEMO_HELP = """I am a scripted model, here to show the program at work without a key. I can
+
+- create fib.py that prints the first 10 Fibonacci numbers, then run it
+- read FILE
+- count the lines of FILE
+- find where NAME is defined
+- run COMMAND
+
+For anything else choose a real model: set a key such as GROQ_API_KEY in the environment or in
+.env, or start Ollama; or name one with -p."""
+
+
+def demo_fibonacci(task: re.Match, results: list[ToolResultMessage]) -> tuple | str:
+    path, count = task["path"], int(task["count"] or 10)
+    if not results:
+        return "write_file", {"path": path, "content": FIBONACCI.format(n=count)}
+    if len(results) == 1:
+        return "shell", {"command": f"python3 {path}"}
+    return f"I wrote {path} and ran it. It prints:\n\n{results[1].content.partition(chr(10))[2]}"
+
+
+def demo_read(task: re.Match, results: list[ToolResultMessage]) -> tuple | str:
+    if not results:
+        return "read_file", {"path": task["path"]}
+    first = [line.partition("\t")[2] for line in results[0].content.splitlines()[:12]]
+    return f"{task['path']} begins like this:\n\n" + "\n".join(first).rstrip()
+
+
+def demo_count(task: re.Match, results: list[ToolResultMessage]) -> tuple | str:
+    if not results:
+        return "read_file", {"path": task["path"], "limit": 1}
+    total = re.search(r"of ([\d,]+)", results[0].content.splitlines()[-1])
+    return f"{task['path']} has {total[1] if total else len(results[0].content.splitlines())} lines."
+
+
+def demo_find(task: re.Match, results: list[ToolResultMessage]) -> tuple | str:
+    name = task["name"]
+    if not results:
+        return "grep", {"pattern": rf"\b(def|class|function|fn|func)\s+{name}\b|^\s*{name}\s*="}
+    hit = re.match(r"(.+?):(\d+):", results[0].content)
+    if not hit:
+        return f"I found no definition of {name}."
+    if len(results) == 1:
+        return "read_file", {"path": hit[1], "offset": int(hit[2]), "limit": 5}
+    lines = [line.partition("\t")[2] for line in results[1].content.splitlines()[:5]]
+    return f"{name} is defined in {hit[1]}, line {hit[2]}:\n\n" + "\n".join(lines).rstrip()
+
+
+def demo_run(task: re.Match, results: list[ToolResultMessage]) -> tuple | str:
+    if not results:
+        return "shell", {"command": task["command"]}
+    return f"I ran `{task['command']}`:\n\n{results[0].content}"
+
+
+DEMO = (
+    (r"(?P<path>[\w./-]+\.py)\b.*?(?P<count>\d+)? fibonacci", demo_fibonacci),
+    (r"(?:count|how many) .*?lines.*? (?P<path>[\w./-]*\w)\W*$", demo_count),
+    (r"where\W+(?:is |does |are )?(?:the )?(?:function |class )?(?P<name>\w+)\W+.*?defin", demo_find),
+    (r"definition of (?P<name>\w+)", demo_find),
+    (r"(?:read|show|open|what is in|what's in|say what) (?:me )?(?:the )?(?:file )?"
+     r"(?P<path>[\w./-]*\w)", demo_read),
+    (r"^run (?:the command )?[`'\"]?(?P<command>.+?)[`'\"]?$", demo_run),
+)
+
+
+def demo_reply(messages: list[Message], tools: list[dict]) -> AssistantMessage | str | list:
+    """The demo model's reply to these messages."""
+    start = max(i for i, m in enumerate(messages) if isinstance(m, UserMessage))
+    results = [m for m in messages[start:] if isinstance(m, ToolResultMessage)]
+    task = messages[start].content.split("\n[note ")[0].strip()
+    if results and results[-1].is_error:
+        return f"That did not work. The tool {results[-1].tool_name} says:\n{results[-1].content}"
+    for pattern, part in DEMO:
+        if found := re.search(pattern, task, re.I):
+            step = part(found, results)
+            if isinstance(step, str):
+                return step
+            if step[0] not in [tool["name"] for tool in tools]:
+                return f"I need the tool {step[0]} for that, and it is not offered to me."
+            return [step]
+    return DEMO_HELP
+
+
+PROVIDERS: dict[str, Provider] = {provider.name: provider for provider in (
+    Provider("groq", "https://api.groq.com/openai/v1", "openai/gpt-oss-120b", "GROQ_API_KEY"),
+    Provider("openrouter", "https://openrouter.ai/api/v1", "openai/gpt-oss-20b:free",
+             "OPENROUTER_API_KEY"),
+    Provider("nvidia", "https://integrate.api.nvidia.com/v1", "openai/gpt-oss-120b",
+             "NVIDIA_API_KEY"),
+    Provider("openai", "https://api.openai.com/v1", "gpt-5-mini", "OPENAI_API_KEY"),
+    Anthropic("anthropic", "https://api.anthropic.com/v1", "claude-sonnet-4-5",
+              "ANTHROPIC_API_KEY"),
+    Provider("gemini", "https://generativelanguage.googleapis.com/v1beta/openai",
+             "gemini-2.5-flash", "GEMINI_API_KEY"),
+    Provider("deepseek", "https://api.deepseek.com/v1", "deepseek-chat", "DEEPSEEK_API_KEY",
+             needs_reasoning=True),
+    Provider("mistral", "https://api.mistral.ai/v1", "devstral-medium-latest", "MISTRAL_API_KEY",
+             short_ids=True),
+    Provider("ollama", "http://localhost:11434/v1", "qwen3:4b", windows="/api/ps"),
+    ScriptedProvider(demo_reply, name="demo", model="scripted"),
+)}
+
+
+# ─── Tool schemas ────────────────────────────────────────────────────────────────────────────────
+# A tool is a function with annotations and a docstring; both are what the model gets to read.
+# Models send "5" for 5 and null for nothing: what can only mean one thing is taken so, anything
+# else is answered with a sentence that shows the right form. Left out: nested object schemas.
+
+JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array",
+              dict: "object"}
+
+
+def tool(function: Callable) -> Callable:
+    """Marks a function, or a method of a class, as a tool."""
+    function.is_tool = True
+    return function
+
+
+def tool_schema(function: Callable) -> dict:
+    """{"name", "description", "parameters"} of a tool, from its signature and docstring.
+
+    A line `name: help` of the docstring describes that parameter. Raises TypeError for an
+    annotation that has no JSON form.
+    """
+    parameters = inspect.signature(function).parameters
+    text, helps = [], {}
+    for line in inspect.getdoc(function).splitlines():
+        name, colon, rest = line.partition(": ")
+        if colon and name in parameters:
+            helps[name] = rest
+        elif helps and line.startswith("  "):
+            helps[next(reversed(helps))] += " " + line.strip()
+        else:
+            text.append(line)
+    properties = {}
+    for name, parameter in parameters.items():
+        properties[name] = type_schema(parameter.annotation)
+        if name in helps:
+            properties[name]["description"] = helps[name]
+    required = [name for name, p in parameters.items() if p.default is p.empty]
+    return {"name": function.__name__, "description": "\n".join(text).strip(),
+            "parameters": {"type": "object", "properties": properties, "required": required}}
+
+
+def without_none(kind: object) -> tuple[object, bool]:
+    """(the annotation, or its part that is not None; may it be None?)"""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        rest = [part for part in typing.get_args(kind) if part is not type(None)]
+        if len(rest) == 1:
+            return rest[0], True
+    return kind, False
+
+
+def type_schema(kind: object) -> dict:
+    """The JSON schema of an annotation."""
+    kind, _ = without_none(kind)
+    origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin is typing.Literal:
+        return {"type": JSON_TYPES[type(arguments[0])], "enum": list(arguments)}
+    if origin not in JSON_TYPES:
+        raise TypeError(f"a tool cannot have a parameter of type {kind}; use str, int, float, "
+                        "bool, list, dict, Literal or Optional")
+    items = {"items": type_schema(arguments[0])} if origin is list and arguments else {}
+    return {"type": JSON_TYPES[origin], **items}
+
+
+def check_arguments(function: Callable, arguments: dict) -> dict:
+    """The arguments as the function wants them. Raises ToolError with the right form."""
+    signature = inspect.signature(function)
+    form = re.sub(r" ->.*|typing\.", "", f"{function.__name__}{signature}")
+    given = {name: value for name, value in arguments.items()
+             if value is not None or name in signature.parameters}
+    unknown = [name for name in given if name not in signature.parameters]
+    if unknown:
+        raise ToolError(f"there is no argument {unknown[0]!r}; the form is {form}")
+    fitting = {}
+    for name, parameter in signature.parameters.items():
+        kind, optional = without_none(parameter.annotation)
+        value = given.get(name)
+        if value is None and parameter.default is parameter.empty and not optional:
+            raise ToolError(f"the argument {name!r} is missing; the form is {form}")
+        if value is None:
+            continue
+        try:
+            fitting[name] = fit(value, kind)
+        except ValueError as error:
+            raise ToolError(f"the argument {name!r} must be {error}, not "
+                            f"{brief(json.dumps(value), 60)}; the form is {form}") from None
+    return fitting
+
+
+def fit(value: object, kind: object) -> object:
+    """The value as this type, if it can only mean that; ValueError says what is wanted."""
+    origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin is typing.Literal:
+        if value not in arguments:
+            raise ValueError(f"one of {', '.join(map(repr, arguments))}")
+        return value
+    if origin in (list, dict) and isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if origin in (int, float) and isinstance(value, (str, int, float)) \
+            and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            number = float(value)
+            if number == number and (origin is float or number.is_integer()):
+                return origin(value) if isinstance(value, int) else origin(number)
+    if origin is bool and str(value).lower() in ("true", "false"):
+        return str(value).lower() == "true"
+    if not isinstance(value, origin) or origin is int:
+        names = {str: "a text", int: "a whole number", float: "a number", bool: "true or false",
+                 list: "a list", dict: "an object"}
+        raise ValueError(names[origin])
+    if origin is list and arguments:
+        return [fit(item, arguments[0]) for item in value]
+    return value
+
+
+# ─── Workspace and tools ─────────────────────────────────────────────────────────────────────────
+# The seven things a model can do to the world. Every path goes through one check, resolve(), and
+# every file is written beside itself and renamed, so that a failed write leaves the old one whole.
+# What is too long for the model stays in a file that it can read. A tool that yields pieces of
+# text, as shell does, is shown while it runs. Left out: anything beside text files.
+
+MAX_FILE = 20_000_000         # bytes that read_file and grep will look at
+MAX_KEPT = 100_000_000        # bytes of one command's output that are kept
+MAX_RESULT = 50_000           # characters of a result, whatever the budget
+SKIPPED = {".git", ".hg", ".svn", "node_modules", "__pycache__", ".venv", "venv", ".tox", ".nox",
+           ".mypy_cache", ".pytest_cache", ".ruff_cache"}
+GREP_SECONDS = 20
+ENVIRONMENT = ("PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR TMP TEMP VIRTUAL_ENV "
+               "SYSTEMROOT SYSTEMDRIVE COMSPEC PATHEXT WINDIR USERPROFILE APPDATA LOCALAPPDATA "
+               "PROGRAMFILES PROGRAMDATA").split()     # of these a command sees; and LC_*
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a tool gives back, if it is more than a text."""
+    content: str
+    is_error: bool = False
+    details: dict = field(default_factory=dict)
+
+
+def count_of(number: int, thing: str) -> str:
+    """"1 line", "2 lines"."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+class Text:
+    """A file's text, with what must survive an edit: byte order mark, newline style, odd bytes."""
+
+    def __init__(self, data: bytes, name: str):
+        if b"\0" in data[:8192]:
+            raise ToolError(f"{name} is a binary file of {len(data):,} bytes, not text")
+        self.mark = b"\xef\xbb\xbf" if data.startswith(b"\xef\xbb\xbf") else b""
+        self.text = data[len(self.mark):].decode("utf-8", "surrogateescape")
+        self.all_crlf = 0 < self.text.count("\n") == self.text.count("\r\n")
+
+    def in_style(self, text: str) -> str:
+        """A text with the newlines of this file."""
+        return re.sub(r"\r?\n", "\r\n", text) if self.all_crlf else text
+
+    def encode(self, text: str) -> bytes:
+        """The bytes of this file with another text. Raises ToolError for half characters."""
+        try:
+            return self.mark + text.removeprefix("\ufeff").encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            raise ToolError("the text holds half of a surrogate pair; write the character "
+                            "itself") from None
+
+
+def shown(text: str) -> str:
+    """A text with odd bytes in it, for the model."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def make_folders(folder: Path) -> Path:
+    """Makes a folder and those above it, for nobody else to look into; gives it back."""
+    if not folder.is_dir():
+        make_folders(folder.parent)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(0o700)
+    return folder
+
+
+class Output:
+    """What a command prints. All of it while it is short, else its head and tail, and a file."""
+
+    def __init__(self, limit: int, new_file: Callable):
+        import codecs
+        self.decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self.limit, self.new_file = limit, new_file
+        self.head, self.tail, self.size = "", "", 0
+        self.file = self.path = None
+
+    def add(self, data: bytes, final: bool = False) -> str:
+        """Takes bytes as they come; gives their text."""
+        piece = mask(self.decode(data, final))
+        before, self.size = self.size, self.size + len(piece)
+        if self.size <= self.limit:
+            self.head += piece
+            return piece
+        if before <= self.limit:
+            whole = self.head + piece
+            self.path, self.file = self.new_file("shell")
+            self.head, self.tail = whole[:self.limit // 3], whole[-(self.limit * 2 // 3):]
+            self.keep(whole)
+        else:
+            self.tail = (self.tail + piece)[-(self.limit * 2 // 3):]
+            self.keep(piece)
+        return piece
+
+    def keep(self, text: str) -> None:
+        if self.file and self.size <= MAX_KEPT:
+            self.file.write(text)
+
+    def text(self) -> str:
+        """What the model gets."""
+        if self.file:
+            self.file.close()
+        if not self.tail:
+            return self.head
+        left = self.size - len(self.head) - len(self.tail)
+        return f"{self.head}\n{left_out(left, self.path)}\n{self.tail}"
+
+
+def left_out(characters: int, path: Path) -> str:
+    """The line that says what a result does not show, and where it is."""
+    return (f"[{characters:,} characters left out here; the whole of it is in {path}, "
+            "for read_file and grep]")
+
+
+class Workspace:
+    """The folder the agent works in, and its tools.
+
+    `limit` is the length of a result in characters. `outputs` is a folder for what is longer;
+    made when it is needed. The agent sets `may_read(path)`, made from the rules, and `abort`.
+    """
+
+    def __init__(self, root: str | Path, *, limit: int = 16_000, outputs: Path | None = None):
+        self.root = Path(os.path.realpath(root))
+        self.limit, self.outputs = min(limit, MAX_RESULT), outputs
+        self.may_read: Callable[[str], bool] = lambda path: True
+        self.abort = Abort()
+
+    def tools(self) -> dict[str, Callable]:
+        """The tools by name."""
+        methods = [getattr(self, name) for name, member in vars(Workspace).items()
+                   if getattr(member, "is_tool", False)]
+        return {method.__name__: method for method in methods}
+
+    def resolve(self, path: str, reading: bool = False) -> Path:
+        """Where a path leads once links and `..` are followed. Raises ToolError if outside.
+
+        Reading may also look at the kept outputs of this session.
+        """
+        if not path.strip() or "\0" in path:
+            raise ToolError(f"{path!r} is not a path")
+        real = Path(os.path.realpath(self.root / path))
+        if real == self.root or self.root in real.parents:
+            return real
+        if reading and self.outputs and Path(os.path.realpath(self.outputs)) in real.parents:
+            return real
+        raise ToolError(f"{path} is outside the workspace {self.root}; only what is inside "
+                        "can be used")
+
+    def name(self, real: Path) -> str:
+        """A resolved path as it is shown and as rules see it: relative to the workspace."""
+        inside = real == self.root or self.root in real.parents
+        return real.relative_to(self.root).as_posix() if inside else real.as_posix()
+
+    def target(self, path: str) -> str:
+        """What rules compare: the resolved path, relative to the workspace where it is inside."""
+        return self.name(Path(os.path.realpath(self.root / path.replace("\0", ""))))
+
+    def read_bytes(self, real: Path) -> bytes:
+        """The content of a regular file. Raises ToolError, OSError."""
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) \
+            | getattr(os, "O_BINARY", 0)
+        name = self.name(real)
+        if real.is_dir():
+            raise ToolError(f"{name} is a folder; find_files lists files, for example "
+                            f"find_files({name + '/*'!r})")
+        with os.fdopen(os.open(real, flags), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ToolError(f"{name} is not a regular file but a pipe, socket or device")
+            if status.st_size > MAX_FILE:
+                raise ToolError(f"{name} is too large: {status.st_size:,} bytes, the most is "
+                                f"{MAX_FILE:,}; look at parts of it with grep or shell")
+            return file.read(MAX_FILE)
+
+    def write_bytes(self, real: Path, data: bytes) -> None:
+        """Replaces a file, or makes it, so that it is at all times whole. Raises as read_bytes."""
+        mode = None
+        if os.path.lexists(real):
+            status = os.lstat(real)
+            mode = stat.S_IMODE(status.st_mode)
+            if not stat.S_ISREG(status.st_mode):
+                raise ToolError(f"{self.name(real)} is not a regular file")
+            if not os.access(real, os.W_OK):
+                raise ToolError(f"{self.name(real)} is write-protected")
+        real.parent.mkdir(parents=True, exist_ok=True)
+        beside = real.with_name(f".{real.name[:100]}.{own_id()}.tmp")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+        try:
+            with os.fdopen(os.open(beside, flags, 0o666), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            if mode is not None:
+                os.chmod(beside, mode)
+            os.replace(beside, real)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
+
+    def new_output(self, tool_name: str) -> tuple[Path, typing.TextIO]:
+        """A new file for an output that is too long to show: (its path, open for writing)."""
+        if self.outputs is None:
+            import atexit
+            import shutil
+            import tempfile
+            self.outputs = Path(tempfile.mkdtemp(prefix="tiny_agent_"))
+            atexit.register(shutil.rmtree, self.outputs, ignore_errors=True)
+        path = make_folders(self.outputs) / f"{tool_name}_{own_id()}.txt"
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        return path, os.fdopen(handle, "w", encoding="utf-8", errors="replace", newline="")
+
+    def clip(self, text: str, tool_name: str) -> str:
+        """The text, if it is not too long; else its beginning, and where the whole of it is."""
+        if len(text) <= self.limit:
+            return text
+        path, file = self.new_output(tool_name)
+        with file:
+            file.write(text)
+        return f"{text[:self.limit]}\n{left_out(len(text) - self.limit, path)}"
+
+    def preview(self, name: str, arguments: dict) -> str:
+        """What a call would do, for the person who is asked: a command, or a diff."""
+        if name == "shell":
+            return arguments["command"]
+        if name == "write_file":
+            return self.diff(arguments["path"], arguments["content"])
+        if name == "replace_in_file":
+            with contextlib.suppress(ToolError, OSError):
+                _, new = self.replaced(**arguments)
+                return self.diff(arguments["path"], new)
+        return "\n".join(f"{key}: {value}" for key, value in arguments.items())
+
+    def diff(self, path: str, new: str) -> str:
+        """The change to a file as a unified diff, with a line that says what it is."""
+        import difflib
+        old = None
+        with contextlib.suppress(OSError, ToolError):
+            old = Text(self.read_bytes(self.resolve(path)), path).text
+        head = f"{path}: new file, {count_of(len(new.splitlines()), 'line')}" if old is None else \
+            f"{path}: changes an existing file"
+        pieces = difflib.unified_diff((old or "").splitlines(), new.splitlines(), "before", "after",
+                                      lineterm="", n=2)
+        return "\n".join([head, *itertools.islice(pieces, 2, None)])
+
+    # ── The tools
+
+    @tool
+    def read_file(self, path: str, offset: int = 1, limit: int = 400) -> str:
+        """Reads a text file; gives its lines with their numbers.
+
+        path: the file, relative to the workspace
+        offset: the first line to give, counted from 1
+        limit: how many lines at the most
+        """
+        if offset < 1 or limit < 1:
+            raise ToolError("offset and limit count from 1")
+        lines = shown(Text(self.read_bytes(self.resolve(path, reading=True)), path).text).split("\n")
+        if lines[-1] == "":
+            lines.pop()
+        if not lines:
+            return f"{path} is empty"
+        if offset > len(lines):
+            raise ToolError(f"{path} has only {count_of(len(lines), 'line')}")
+        parts, room = [], self.limit - 200
+        for number, line in enumerate(lines[offset - 1:offset - 1 + limit], offset):
+            entry = f"{number:6}\t{line.rstrip(chr(13))}\n"
+            if len(entry) > room and parts:
+                break
+            if len(entry) > room:
+                entry = f"{entry[:room]}… ({len(line):,} characters in this line; grep shows parts)\n"
+            parts.append(entry)
+            room -= len(entry)
+        last = offset + len(parts) - 1
+        if last < len(lines) or offset > 1:
+            more = f"; read on with offset={last + 1}" if last < len(lines) else ""
+            parts.append(f"[lines {offset}-{last} of {len(lines)}{more}]")
+        return "".join(parts)
+
+    @tool
+    def write_file(self, path: str, content: str) -> Outcome:
+        """Writes a text file, replacing the whole of it; makes the folders it needs.
+
+        path: the file, relative to the workspace
+        content: all of its new text
+        """
+        real = self.resolve(path)
+        change = self.diff(path, content)
+        old = Text(self.read_bytes(real) if os.path.lexists(real) else b"", path)
+        data = old.encode(old.in_style(content))
+        self.write_bytes(real, data)
+        return Outcome(f"wrote {self.name(real)}: {count_of(len(content.splitlines()), 'line')}, "
+                       f"{len(data):,} bytes", details={"path": self.name(real), "diff": change})
+
+    @tool
+    def replace_in_file(self, path: str, old: str, new: str) -> Outcome:
+        """Replaces a piece of a text file. The old piece must occur exactly once.
+
+        path: the file, relative to the workspace
+        old: the text to replace, exactly as it stands, with enough lines around it to be unique
+        new: the text to put in its place
+        """
+        real = self.resolve(path)
+        file, text = self.replaced(path, old, new)
+        change = self.diff(path, text)
+        self.write_bytes(real, file.encode(text))
+        return Outcome(f"changed {self.name(real)}", details={"path": self.name(real),
+                                                              "diff": change})
+
+    def replaced(self, path: str, old: str, new: str) -> tuple[Text, str]:
+        """(the file, its text with `old` replaced). Raises ToolError unless it occurs once."""
+        file = Text(self.read_bytes(self.resolve(path)), path)
+        if not old or old == new:
+            raise ToolError("old is empty" if not old else "old and new are the same text")
+        for before, after in ((file.in_style(old), file.in_style(new)),
+                              (old.replace("\n", "\r\n"), new.replace("\n", "\r\n"))):
+            found = [m.start() for m in re.finditer(f"(?={re.escape(before)})", file.text)]
+            if len(found) == 1:
+                start = found[0]
+                return file, file.text[:start] + after + file.text[start + len(before):]
+            if found:
+                numbers = [str(file.text.count("\n", 0, start) + 1) for start in found[:10]]
+                raise ToolError(f"expected the text once, found it {len(found)} times, at line "
+                                f"{', '.join(numbers)}; add a line of context to old")
+        raise ToolError(f"the text of old is not in {path}{self.nearest(file.text, old)}")
+
+    @staticmethod
+    def nearest(text: str, old: str) -> str:
+        """"; the nearest is line 3: …" for an error, or a hint to read the file."""
+        import difflib
+        first = next((line.strip() for line in old.splitlines() if line.strip()), "")
+        lines = {line.strip(): number for number, line in
+                 enumerate(itertools.islice(text.split("\n"), 5000), 1)}
+        found = difflib.get_close_matches(first, lines, 1, 0.6)
+        return f"; the nearest is line {lines[found[0]]}: {brief(shown(found[0]), 160)}" if found \
+            else "; read the file first"
+
+    @tool
+    def find_files(self, pattern: str) -> str:
+        """Lists files by name. Version control, dependencies and caches are left out.
+
+        pattern: for example *.py, src/*.js or **/test_*; * also crosses folders
+        """
+        wanted = {pattern.removeprefix("./"), pattern.removeprefix("./").replace("**/", "")}
+        found = []
+        for name, _ in self.files(self.root):
+            names = (name, name.rpartition("/")[2])
+            if any(fnmatch.fnmatch(n, p) for n in names for p in wanted):
+                found.append(name)
+        more = f"\n[{len(found) - 200:,} more; use a narrower pattern]" if len(found) > 200 else ""
+        return "\n".join(found[:200]) + more if found else f"no file matches {pattern}"
+
+    @tool
+    def grep(self, pattern: str, path: str = ".") -> str:
+        """Searches text files for a regular expression; gives file:line: text of each hit.
+
+        pattern: a regular expression as Python's re knows it
+        path: the file or folder to search, relative to the workspace
+        """
+        try:
+            regex = re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ToolError(f"the pattern is not a regular expression: {error}") from None
+        start, hits = self.resolve(path, reading=True), []
+        if not os.path.lexists(start):
+            raise ToolError(f"there is no {path}")
+        end = time.monotonic() + GREP_SECONDS
+        for name, real in self.files(start):
+            if time.monotonic() > end or self.abort.done:
+                hits.append(f"[stopped after {GREP_SECONDS} s; search a smaller folder]")
+                break
+            try:
+                text = shown(Text(self.read_bytes(real), name).text)
+            except (ToolError, OSError):            # binary, too large, or gone by now
+                continue
+            for number, line in enumerate(text.split("\n"), 1):
+                if found := regex.search(line.rstrip("\r")):
+                    at = max(0, found.start() - 60) if len(line) > 160 else 0
+                    hits.append(f"{name}:{number}: {line[at:at + 160].strip()}")
+            if len(hits) > 100:
+                hits[100:] = ["[more than 100 hits; use a narrower pattern or path]"]
+                break
+        return "\n".join(hits) or f"nothing matches {pattern}"
+
+    def files(self, start: Path) -> Iterator[tuple[str, Path]]:
+        """Yields (name, resolved path) of the files that may be read, in order of their names."""
+        if not start.is_dir():
+            if self.may_read(self.name(start)):
+                yield self.name(start), start
+            return
+        try:
+            entries = sorted(os.scandir(start), key=lambda entry: entry.name)
+        except OSError:
+            return
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                if entry.name not in SKIPPED and not os.path.exists(f"{entry.path}/pyvenv.cfg"):
+                    yield from self.files(Path(entry.path))
+                continue
+            real = Path(os.path.realpath(entry.path) if entry.is_symlink() else entry.path)
+            inside = self.root in real.parents or not entry.is_symlink()
+            if inside and entry.is_file() and self.may_read(self.name(real)):
+                yield self.name(Path(entry.path)), real
+
+    @tool
+    def shell(self, command: str, timeout: int = 120) -> Iterator[str]:
+        """Runs a command line in the workspace; gives its exit status and what it printed.
+
+        It has no input and cannot ask. What it leaves in the background ends with it.
+        command: the command line
+        timeout: seconds after which it is stopped, at the most 3600
+        """
+        if not 1 <= timeout <= 3600:
+            raise ToolError("timeout must be between 1 and 3600 seconds")
+        started = time.monotonic()
+        output, inbox = Output(self.limit - 400, self.new_output), queue.SimpleQueue()
+        process = start_command(command, self.root)
+        threading.Thread(target=read_output, args=(process.stdout, output, inbox),
+                         daemon=True).start()
+        threading.Thread(target=lambda: inbox.put(("exit", process.wait())), daemon=True).start()
+        said, at_end, deadline = "", False, started + timeout
+        try:
+            with self.abort.calling(lambda: inbox.put(("abort", None))):
+                while not (said and at_end):
+                    kind, value = inbox.get(timeout=max(0, deadline - time.monotonic()))
+                    if kind == "text":
+                        yield value
+                    elif kind == "eof":
+                        at_end = True
+                    elif kind == "exit":               # what holds the pipe now is in the background
+                        said = f"exit status {value}" if value >= 0 else f"ended by signal {-value}"
+                        deadline = time.monotonic() + 0.3
+                    else:
+                        raise KeyboardInterrupt
+        except queue.Empty:
+            said = said or f"stopped, its time limit of {timeout} s was over"
+        except KeyboardInterrupt:
+            said = "stopped, interrupted by the person"
+        finally:
+            end_command(process)
+        with contextlib.suppress(queue.Empty):
+            while not at_end:                          # its last words
+                at_end = inbox.get(timeout=0.3)[0] == "eof"
+        return Outcome(f"{said} ({time.monotonic() - started:.1f} s)\n{output.text()}".rstrip("\n"),
+                       said != "exit status 0",
+                       {"output_file": str(output.path)} if output.path else {})
+
+    @tool
+    def note(self, text: str) -> str:
+        """Keeps one line for later sessions, in AGENTS.md: a fact about this project, a wish.
+
+        text: the line
+        """
+        real = self.resolve("AGENTS.md")
+        old = Text(self.read_bytes(real) if os.path.lexists(real) else b"", "AGENTS.md")
+        start = old.text if not old.text or old.text.endswith("\n") else old.text + "\n"
+        line = " ".join(text.split())
+        self.write_bytes(real, old.encode(old.in_style(f"{start}- {line}\n")))
+        return "noted in AGENTS.md"
+
+
+def start_command(command: str, folder: Path):
+    """A process that runs a command line, in a process group of its own, without input."""
+    import shutil
+    import subprocess
+    environment = {name: value for name, value in os.environ.items()
+                   if name.upper() in ENVIRONMENT or name.startswith("LC_")}
+    environment |= {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0"}
+    words = [shutil.which("bash") or "/bin/sh", "-c", command] if os.name == "posix" else command
+    return subprocess.Popen(words, shell=os.name != "posix", cwd=folder, env=environment,
+                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def read_output(pipe: typing.BinaryIO, output: Output, inbox: queue.SimpleQueue) -> None:
+    """A thread: collects what a command prints; of a flood only the beginning is shown live."""
+    with contextlib.suppress(OSError, ValueError):
+        while data := os.read(pipe.fileno(), 65536):
+            piece = output.add(data)
+            if piece and output.size <= MAX_RESULT:
+                inbox.put(("text", piece))
+        output.add(b"", final=True)
+    inbox.put(("eof", None))
+
+
+def end_command(process) -> None:
+    """Ends a command and its whole process group: politely, then not."""
+    import signal
+    if not hasattr(os, "killpg"):
+        process.kill()
+        return
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+            end = time.monotonic() + 0.5
+            while number == signal.SIGTERM and time.monotonic() < end:
+                os.killpg(process.pid, 0)              # raises once nobody is left
+                time.sleep(0.01)
+
+
+# ─── Permissions ─────────────────────────────────────────────────────────────────────────────────
+# The model asks, this list decides. The first kind of rule that fits wins, in this order; what no
+# rule speaks of is left to the mode:
+#
+#     mode    deny rule    its own limit           ask rule   allow rule   nothing fits
+#     plan    deny         deny, if not READ_ONLY  ask        allow        ask
+#     ask     deny         -                       ask        allow        ask
+#     auto    deny         -                       ask        allow        allow
+#
+# Deny and ask reach wide (any part of a command line, any folder above a path, letter case
+# ignored), allow stays narrow (all of it, to the letter). Deny rules are a seat belt, no wall.
+
+MODES = {"plan": "nothing but reading is done",
+         "ask": "the person is asked before anything that no rule allows",
+         "auto": "everything that no rule forbids is done"}
+READ_ONLY = {"read_file", "find_files", "grep"}
+TARGETS = {"shell": "command", "find_files": "pattern"}        # else the argument `path`
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Who may do what: `decision` is allow, ask or deny, `tool` a name or *, `target` a pattern
+    in which * stands for anything, and a path is spared if its last part fits `unless`."""
+    decision: str
+    tool: str
+    target: str = "*"
+    unless: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.decision} {self.tool} {self.target}"
+
+
+RULES = [
+    Rule("deny", "*", ".env", unless=".env.example"),
+    Rule("deny", "*", ".env.*", unless=".env.example"),
+    Rule("deny", "shell", "git push *--force*"),
+    Rule("deny", "shell", "git push -f *"),
+    Rule("deny", "shell", "git push * -f *"),
+    Rule("deny", "shell", "git push * +*"),
+    Rule("deny", "shell", "git reset --hard *"),
+    Rule("deny", "shell", "git reset * --hard *"),
+    Rule("deny", "shell", "git clean *--force*"),
+    Rule("deny", "shell", "git clean -f*"),
+    Rule("deny", "shell", "git clean * -f*"),
+    Rule("deny", "shell", "git clean -*f *"),
+    Rule("deny", "shell", "npm publish *"),
+    Rule("deny", "shell", "docker system prune *"),
+    Rule("deny", "shell", "shutdown *"),
+    Rule("deny", "shell", "reboot *"),
+    Rule("deny", "shell", "halt *"),
+    Rule("deny", "shell", "poweroff *"),
+    Rule("deny", "shell", "mkfs*"),
+    Rule("deny", "shell", "dd *of=/dev/*"),
+    Rule("deny", "shell", "rm -*r* /"),
+    Rule("deny", "shell", "rm -*r* ~"),
+    Rule("deny", "shell", "rm -*r* ~/"),
+    Rule("allow", "read_file"),
+    Rule("allow", "find_files"),
+    Rule("allow", "grep"),
+    Rule("allow", "note"),
+    Rule("allow", "shell", "git status"),
+    Rule("allow", "shell", "git diff"),
+]
+
+
+class Decision(typing.NamedTuple):
+    """What was decided and why; `trace` is the derivation, a line a step."""
+    decision: str
+    reason: str
+    rule: Rule | None
+    trace: tuple[str, ...]
+
+
+@functools.cache
+def glob(pattern: str, case: bool) -> re.Pattern:
+    """A pattern as a regular expression; only * is special. One that ends in " *" also fits
+    without the blank."""
+    regex = re.escape(pattern).replace(r"\*", ".*")
+    if pattern.endswith(" *"):
+        regex = regex.removesuffix(r"\ .*") + r"(\ .*)?"
+    return re.compile(rf"(?s:{regex})\Z", 0 if case else re.I)
+
+
+def command_parts(command: str) -> list[str]:
+    """The simple commands of a command line, roughly: quotes and folders of programs cut away.
+
+    Good enough to recognise what a rule forbids; what a rule allows must be plain (PLAIN).
+    """
+    parts = []
+    for part in re.split(r"&&|\|\||[;&|\n()`{}]", re.sub(r"['\"\\]", "", command)):
+        words = part.split()
+        while words and (words[0] in WRAPPERS or re.match(r"\w+=", words[0])):
+            words.pop(0)
+        if words:
+            parts.append(" ".join([words[0].rpartition("/")[2], *words[1:]]))
+    return parts
+
+
+WRAPPERS = {"sudo", "doas", "env", "nohup", "time", "nice", "command", "exec", "xargs"}
+PLAIN = re.compile(r"[\w ./:=@%+,-]+")       # no operator, quote, expansion or redirection
+
+
+def rule_fits(rule: Rule, name: str, target: str) -> bool:
+    """Does the rule speak of this call? See the head of this section for how wide it reaches."""
+    if rule.tool not in ("*", name):
+        return False
+    wide = rule.decision != "allow"
+    if name == "shell" and rule.tool == "shell":
+        if not wide:
+            return rule.target == "*" or bool(PLAIN.fullmatch(target)
+                                              and glob(rule.target, True).match(target))
+        return any(glob(rule.target, False).match(part) for part in command_parts(target))
+    if name == "shell":
+        words = re.split(r"[\s;&|()<>`{}=:,]+", re.sub(r"['\"\\]", "", target))
+        return rule.target == "*" or wide and any(path_fits(rule, w.rstrip("/")) for w in words if w)
+    return path_fits(rule, target)
+
+
+def path_fits(rule: Rule, path: str) -> bool:
+    """Does the rule's pattern fit this path, or, unless it allows, a folder or name in it?"""
+    parts = path.split("/")
+    if rule.unless and glob(rule.unless, False).match(parts[-1]):
+        return False
+    pattern = glob(rule.target.removeprefix("./"), False)
+    names = [path]
+    if rule.decision != "allow":
+        names += parts + ["/".join(parts[:end]) for end in range(1, len(parts))]
+    return any(pattern.match(name) for name in names)
+
+
+def target_of(name: str, arguments: dict, workspace: Workspace | None) -> str:
+    """What the rules compare: the command, the path or the pattern of a call."""
+    if name == "note":
+        return "AGENTS.md"
+    target = str(arguments.get(TARGETS.get(name, "path")) or ("." if name == "grep" else ""))
+    if name in TARGETS or workspace is None:
+        return target
+    return workspace.target(target)
+
+
+def decide(name: str, args: dict, mode: str = "ask", *, rules: Iterable[Rule] | None = None,
+           workspace: Workspace | None = None, sandbox: str = "off") -> Decision:
+    """Whether a call is allowed, denied, or a matter for the person.
+
+    `sandbox` is "off" (the person does without), "none" (there is no working one) or "require".
+    """
+    rules = RULES if rules is None else rules
+    target = target_of(name, args, workspace)
+    trace = [f"{name} {target} in {mode} mode"]
+
+    def first(decision: str) -> Rule | None:
+        found = next((r for r in rules if r.decision == decision
+                      and rule_fits(r, name, target)), None)
+        trace.append(f"{decision} rules: {found or 'none fits'}")
+        return found
+
+    def decided(decision: str, reason: str, rule: Rule | None = None) -> Decision:
+        return Decision(decision, reason, rule, (*trace, f"{decision}: {reason}"))
+
+    if rule := first("deny"):
+        return decided("deny", f"the rule `{rule}` forbids it", rule)
+    if mode == "plan" and name not in READ_ONLY:
+        return decided("deny", "plan mode only reads")
+    if name == "shell" and sandbox == "require":
+        return decided("deny", "a sandbox is required for commands and there is none yet")
+    if rule := first("ask"):
+        return decided("ask", f"the rule `{rule}` wants it asked", rule)
+    if rule := first("allow"):
+        return decided("allow", f"the rule `{rule}` allows it", rule)
+    if mode == "auto" and name == "shell" and sandbox != "off":
+        return decided("ask", "there is no working sandbox for commands (--sandbox off does without)")
+    if mode == "auto":
+        return decided("allow", "auto mode allows what no rule forbids")
+    return decided("ask", f"{mode} mode asks where no rule allows")
+
+
+# ─── Hooks ───────────────────────────────────────────────────────────────────────────────────────
+# Functions that a person's own code adds: `@agent.hooks.on("before_tool")`. What one returns
+# before a tool, if it is a text, vetoes the call with it. A hook that fails before a tool vetoes
+# too, since it may be there to protect something; elsewhere a failure is only reported.
+
+MOMENTS = {"run_start": "task", "before_tool": "name, args", "after_tool": "name, args, result",
+           "run_end": "reason"}
+
+
+class Hooks:
+    """Functions by the moment at which they are called."""
+
+    def __init__(self):
+        self.functions: dict[str, list[Callable]] = {moment: [] for moment in MOMENTS}
+
+    def on(self, moment: str) -> Callable[[Callable], Callable]:
+        """A decorator. Raises ValueError for a moment that does not exist."""
+        if moment not in MOMENTS:
+            raise ValueError(f"no moment {moment!r}; there are {', '.join(MOMENTS)}")
+
+        def register(function: Callable) -> Callable:
+            self.functions[moment].append(function)
+            return function
+        return register
+
+    def call(self, moment: str, *arguments: object) -> tuple[list[str], list[str]]:
+        """(the texts that the functions returned, what went wrong in them)"""
+        texts, problems = [], []
+        for function in self.functions[moment]:
+            try:
+                if isinstance(text := function(*copy.deepcopy(arguments)), str) and text:
+                    texts.append(text)
+            except Exception as error:      # a hook is foreign code; the run must not end with it
+                problems.append(f"the hook {function.__name__} failed: {brief(repr(error))}")
+        return texts, problems
+
+
+# ─── Session ─────────────────────────────────────────────────────────────────────────────────────
+# The ledger: an append-only file, an entry a line, each with the id of the one before it. Nothing
+# is changed or removed. Going back is an entry too (`leaf`), so the entries form a tree:
+#
+#     header ── u1 ── a1 ── u2 ── a2              a2 was the leaf; `leaf` names a1;
+#                      └─── u3 ── a3              u3 is added to a1, and the branch is u1 a1 u3 a3
+#
+# The file is made with the first answer: what never led to one leaves nothing behind.
+
+FORMAT = 1
+ON_BRANCH = {"message", "compaction", "clear_outputs"}      # entries that become the leaf
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the file; `data` is what its type adds to the four fields that all have."""
+    type: str
+    id: str
+    parent_id: str | None
+    timestamp: str
+    data: dict
+
+    @functools.cached_property
+    def message(self) -> Message | None:
+        """The message of a message entry."""
+        return from_json(self.data["message"]) if self.type == "message" else None
+
+    def to_line(self) -> str:
+        """The entry as a line of the file: ASCII, one object, without the keys in use."""
+        fixed = {"type": self.type, "id": self.id, "parent_id": self.parent_id,
+                 "timestamp": self.timestamp}
+        return mask(json.dumps({**fixed, **self.data})) + "\n"
+
+
+def utc_now() -> str:
+    """Now, like 2026-01-31T12:00:00.000Z."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class Session:
+    """A tree of entries, in memory and, if it has a path, in a file.
+
+    `notes` tells what was wrong with a file that was loaded. `problem` is why the file could not
+    be written any more, if it could not.
+    """
+
+    def __init__(self, path: Path | None = None, cwd: str = ""):
+        self.path, self.problem = path, ""
+        self.entries: list[Entry] = []
+        self.by_id: dict[str, Entry] = {}
+        self.below: dict[str | None, list[str]] = {}
+        self.leaf: str | None = None
+        self.notes: list[str] = []
+        self.handle: int | None = None       # open for appending, once the file exists
+        self.torn = False                    # does the file end within a line?
+        if cwd:
+            self.append("header", version=FORMAT, cwd=cwd)
+
+    @classmethod
+    def new(cls, home: Path, workspace: Path) -> "Session":
+        """A session of this workspace whose file will lie below <home>/sessions."""
+        now = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+        return cls(sessions_folder(home, workspace) / f"{now}_{os.urandom(4).hex()}.jsonl",
+                   str(workspace))
+
+    @classmethod
+    def load(cls, path: Path) -> "Session":
+        """The session of a file, ready to go on. Raises SessionError, OSError.
+
+        What is sound is loaded; `notes` names the lines that are not.
+        """
+        session, bad = cls(Path(path)), []
+        if not session.path.is_file():
+            raise SessionError(f"{path} is not a file")
+        data = session.path.read_bytes()
+        for number, line in enumerate(data.split(b"\n"), 1):
+            if line.strip() and not session.take_line(line):
+                bad.append(number)
+            if not session.entries and (bad or number > 1):
+                raise SessionError(f"{path} is not a session file of this program",
+                                   "its first line must be a header")
+        if not session.entries:
+            raise SessionError(f"{path} is empty, not a session file")
+        if bad:
+            session.notes.append(f"{path.name}: {count_of(len(bad), 'line')} could not be read and "
+                                 f"is skipped: {', '.join(map(str, bad[:5]))}")
+        session.torn = not data.endswith(b"\n")
+        session.open_file(os.O_RDWR)
+        return session
+
+    def take_line(self, line: bytes) -> bool:
+        """Adds the entry of a line of the file. False if there is none in it."""
+        try:
+            data = json.loads(line.decode("utf-8"))
+            entry = Entry(data.pop("type"), data.pop("id"), data.pop("parent_id"),
+                          data.pop("timestamp"), data)
+            entry.message
+            if not all(isinstance(v, str) for v in (entry.type, entry.id)):
+                return False
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return False
+        if not self.entries and entry.type != "header" or entry.id in self.by_id:
+            return False
+        if entry.type == "header" and entry.data.get("version", 0) > FORMAT:
+            raise SessionError(f"{self.path} was written by a newer version of this program",
+                               "use that version to continue it")
+        if self.entries and entry.parent_id not in self.by_id:       # its parent's line is damaged
+            entry = replace(entry, parent_id=self.entries[-1].id)
+        self.add(entry)
+        return True
+
+    def append(self, what: Message | str, **data: object) -> Entry:
+        """Adds a message, or an entry of a type with its fields, to the leaf; writes it."""
+        if not isinstance(what, str):
+            what, data = "message", {"message": to_json(what)}
+        new_id = os.urandom(4).hex()
+        while new_id in self.by_id:
+            new_id = os.urandom(4).hex()
+        entry = Entry(what, new_id, self.leaf, utc_now(), data)
+        self.add(entry)
+        if self.handle is not None:
+            self.write(entry.to_line())
+        elif self.path and entry.message and entry.message.role == "assistant" \
+                and entry.message.stop_reason not in ("error", "aborted"):
+            self.open_file(os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            self.write("".join(held.to_line() for held in self.entries))
+        return entry
+
+    def add(self, entry: Entry) -> None:
+        """Puts an entry into the tree in memory."""
+        self.entries.append(entry)
+        self.by_id[entry.id] = entry
+        self.below.setdefault(entry.parent_id, []).append(entry.id)
+        if entry.type in ON_BRANCH or entry.type == "header":
+            self.leaf = entry.id
+        elif entry.type == "leaf" and entry.parent_id in self.by_id:
+            self.leaf = entry.parent_id
+
+    def open_file(self, flags: int) -> None:
+        """Opens the file for appending, for this process alone. Raises SessionError if it is not."""
+        try:
+            make_folders(self.path.parent)
+            self.handle = os.open(self.path, flags | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o600)
+        except OSError as error:
+            self.broken(error)
+            return
+        with contextlib.suppress(ImportError):
+            import fcntl                     # where there is none, a second writer is not noticed
+            try:
+                fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.close()
+                raise SessionError(f"{self.path} is in use by another run",
+                                   "wait for it, or start a new session") from None
+            except OSError:                  # a file system without locks
+                pass
+
+    def write(self, text: str) -> None:
+        """Appends whole lines with one write; on failure the session goes on in memory."""
+        data = (b"\n" if self.torn else b"") + text.encode("ascii")
+        self.torn = False
+        try:
+            if self.handle is not None and os.write(self.handle, data) < len(data):
+                raise OSError("the disk is full")
+        except OSError as error:
+            self.broken(error)
+
+    def broken(self, error: OSError) -> None:
+        self.problem = f"the session cannot be written to {self.path}: {error.strerror or error}"
+        self.close()
+        self.path = None
+
+    def close(self) -> None:
+        """Closes the file and lets others write it."""
+        if self.handle is not None:
+            with contextlib.suppress(OSError):
+                os.close(self.handle)
+            self.handle = None
+
+    @property
+    def file(self) -> str | None:
+        """The path of the file, if there is one."""
+        return str(self.path) if self.handle is not None else None
+
+    def describe(self, **data: object) -> dict:
+        """What the header tells; adds to it what it does not tell yet, before it is written."""
+        header = self.entries[0] if self.entries else self.append("header", version=FORMAT, cwd="")
+        header = replace(header, data={**data, **header.data})
+        self.entries[0] = self.by_id[header.id] = header
+        return header.data
+
+    def set_leaf(self, entry_id: str) -> None:
+        """Goes on from another entry; KeyError if there is none of this id."""
+        self.leaf = self.by_id[entry_id].id
+        self.append("leaf")
+
+    def active_path(self) -> list[Entry]:
+        """The branch: the entries from the header to the leaf."""
+        path, entry_id = [], self.leaf
+        while entry_id is not None:
+            path.append(self.by_id[entry_id])
+            entry_id = path[-1].parent_id
+        return path[::-1]
+
+    def children(self, entry_id: str | None) -> list[Entry]:
+        """The entries that were added to this one, oldest first."""
+        return [self.by_id[child] for child in self.below.get(entry_id, ())]
+
+
+def sessions_folder(home: Path, workspace: Path) -> Path:
+    """Where the sessions of a workspace lie."""
+    slug = re.sub(r"[^\w.-]+", "-", str(workspace), flags=re.ASCII).strip("-")[-100:] or "root"
+    return home / "sessions" / slug
+
+
+def newest_session(home: Path, workspace: Path) -> Path:
+    """The file of this workspace's last session. Raises SessionError if there is none."""
+    found = [path for path in sessions_folder(home, workspace).glob("*.jsonl") if path.is_file()]
+    if not found:
+        raise SessionError(f"there is no session of {workspace} yet", "start one without -c")
+    return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
+
+
+def find_session(home: Path, text: str) -> Path:
+    """The file that an id, the start of one, or a path means. Raises SessionError."""
+    with contextlib.suppress(OSError, ValueError):
+        if Path(text).is_file():
+            return Path(text)
+    found = [path for path in (home / "sessions").glob("*/*.jsonl")
+             if text and (path.stem.startswith(text) or path.stem.rpartition("_")[2].startswith(text))]
+    if len(found) != 1:
+        raise SessionError(f"{count_of(len(found), 'session')} of that id: {brief(text, 80)}",
+                           "give more of the id" if found else "give the id or the path of a "
+                           f"session file; they lie in {home / 'sessions'}")
+    return found[0]
+
+
+# ─── Context ─────────────────────────────────────────────────────────────────────────────────────
+# What the model sees: a system prompt, made once a session, and a projection of the branch. It is
+# pure, so the same branch is always the same messages, and what was sent before is the beginning
+# of what is sent next: a provider's cache keeps working. What changes meanwhile, as the mode, is
+# told at the end, in the next message. Compaction is not built yet; its entries are understood.
+
+SYSTEM_PROMPT = """You are tiny_agent, a coding agent. You work in the folder {folder} on {system} \
+with the tools you are given; paths are relative to that folder.
+
+How to work: look before you change anything: read a file before you edit it. After a change run \
+or test it, if there is a way to. Do what was asked, no more; then say briefly what you did.
+
+The program around you decides what may be done, by rules and modes that the person has set, and \
+may ask the person. So always attempt the tool you need; never ask for permission in words. If a \
+call is denied, explain what you wanted and why, and do not work around it. The modes: {modes}. \
+The mode is now {mode}."""
+
+
+def system_prompt(workspace: Workspace, mode: str) -> str:
+    """The system prompt of a new session: who, where, how, and the notes of AGENTS.md."""
+    import platform
+    text = SYSTEM_PROMPT.format(folder=workspace.root, mode=mode, system=platform.system(),
+                                modes="; ".join(f"{m}: {what}" for m, what in MODES.items()))
+    with contextlib.suppress(ToolError, OSError):
+        notes = shown(Text(workspace.read_bytes(workspace.resolve("AGENTS.md")), "AGENTS.md").text)
+        text += "\n\nAGENTS.md, the notes of this folder:\n" + notes.strip()[:workspace.limit]
+    return text
+
+
+MODE_NOTE = "\n\n[note from the program: the mode is now {}]"
+
+
+def told_mode(entries: Iterable[Entry], first: str) -> str:
+    """The mode that the model was last told, if at first it was told this one."""
+    told = re.compile(re.escape(MODE_NOTE).replace(r"\{\}", r"(\w+)") + r"\Z")
+    for entry in entries:
+        if isinstance(entry.message, UserMessage) and (found := told.search(entry.message.content)):
+            first = found[1]
+    return first
+
+
+def project(entries: Iterable[Entry]) -> list[Message]:
+    """The messages that a branch means to a model, oldest first.
+
+    The last compaction's summary stands in front of what it kept. Failed and empty replies are
+    left out with their calls. Results follow their calls, in the order of the calls; a call
+    without one gets one that says so, a result without a call is dropped.
+    """
+    entries = list(entries)
+    messages: list[Message] = []
+    last = next((e for e in reversed(entries) if e.type == "compaction"), None)
+    if last:
+        kept = next((i for i, e in enumerate(entries) if e.id == last.data["first_kept_entry_id"]),
+                    entries.index(last))
+        entries = entries[kept:]
+        messages.append(UserMessage(f"Summary of the conversation so far:\n\n{last.data['summary']}"))
+    spoken = [entry.message for entry in entries if entry.message]
+    results: dict[tuple[int, str], ToolResultMessage] = {}     # by the place of the call's message
+    caller: dict[str, int] = {}                                # the last message with a call's id
+    for place, message in enumerate(spoken):
+        if isinstance(message, AssistantMessage):
+            caller |= {call.id: place for call in message.tool_calls}
+        elif isinstance(message, ToolResultMessage) and message.tool_call_id in caller:
+            results.setdefault((caller[message.tool_call_id], message.tool_call_id), message)
+    for place, message in enumerate(spoken):
+        if isinstance(message, UserMessage):
+            messages.append(message)
+        elif isinstance(message, AssistantMessage) and message.stop_reason not in (
+                "error", "aborted") and (message.tool_calls or message.content.strip()):
+            messages.append(message)
+            messages += [results.get((place, call.id)) or ToolResultMessage(
+                call.id, call.name, "not run: there is no result of this call", True)
+                for call in message.tool_calls]
+    return messages
+
+
+# ─── Agent ───────────────────────────────────────────────────────────────────────────────────────
+# The loop. run() is a generator of events: who iterates it drives it, and may stop at any time.
+# One turn is a request, its reply and its calls, one after the other. How a run ended is data (the
+# reason in run_end), not an exception; every failure of a tool is a sentence for the model. An
+# entry is in the ledger before its event is told. Left out for now: steering, parallel calls.
+
+WAITS = (1, 2, 4, 8)         # seconds before a request is sent again, if the server names no time
+LONGEST_WAIT = 120           # seconds; a longer wait is not waited but reported
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a person is asked: may this call run? `preview` is what it would do."""
+    name: str
+    arguments: dict
+    preview: str
+    reason: str
+
+
+def nobody_to_ask(question: Question) -> str:
+    """The answer where nobody can be asked: no, and how to allow it."""
+    flag = "" if question.name == "shell" else f" or --allow '{question.name}:*'"
+    return (f"nobody can be asked here. The person can allow it with --mode auto{flag}"
+            if "sandbox" not in question.reason else f"{question.reason}; nobody can be asked here")
+
+
+class Agent:
+    """A model at work in a workspace: `for event in agent.run("task"): ...`
+
+    `approve(question)` gives True, False, or a text that says why not. `home` is where outputs and
+    the audit go; None keeps nothing. `sandbox` is what decide() gets.
+    """
+
+    def __init__(self, provider: Provider, workspace: Workspace, *, mode: str = "ask",
+                 rules: list[Rule] | None = None, approve: Callable = nobody_to_ask,
+                 session: Session | None = None, home: Path | None = None, max_steps: int = 30,
+                 sandbox: str = "off"):
+        self.provider, self.workspace, self.mode = provider, workspace, mode
+        self.rules = list(RULES if rules is None else rules)
+        self.approve, self.home = approve, home
+        self.max_steps, self.sandbox = max_steps, sandbox
+        self.hooks, self.abort = Hooks(), Abort()
+        self.tools = workspace.tools()
+        self.begin(session or Session())
+        workspace.may_read = lambda path: not any(
+            rule.decision == "deny" and rule_fits(rule, "read_file", path) for rule in self.rules)
+
+    def begin(self, session: Session) -> None:
+        """Goes on with another session; a new one is told the prompt and the tools it will keep."""
+        self.session = session
+        self.told = session.describe(
+            system=system_prompt(self.workspace, self.mode), mode=self.mode,
+            tools=[tool_schema(function) for function in self.tools.values()])
+        if self.home and session.path:
+            self.workspace.outputs = self.home / "outputs" / session.path.stem
+        self.warned: set[str] = set()
+        self.totals: dict = {}
+
+    def stop(self) -> None:
+        """Stops the run at once; from any thread or a signal handler."""
+        self.abort.set()
+
+    # ── A run
+
+    def run(self, task: str) -> Iterator[Event]:
+        """Works on a task and yields what happens, from run_start to run_settled."""
+        self.abort = self.workspace.abort = Abort()
+        started, self.answer = time.monotonic(), ""
+        self.totals = {"turns": 0, "tool_calls": 0, "tool_failures": 0, "retries": 0,
+                       "compactions": 0, "input_tokens": 0, "output_tokens": 0,
+                       "cached_tokens": 0, "cost": None, "seconds": 0.0}
+        yield RunStart(self.session.file, self.provider.name, self.provider.model, self.mode,
+                       str(self.workspace.root))
+        yield from self.warnings_of(self.hooks.call("run_start", task))
+        mode = told_mode(self.session.active_path(), self.told.get("mode", self.mode))
+        yield from self.record(UserMessage(
+            task + (MODE_NOTE.format(self.mode) if mode != self.mode else "")))
+        reason, error = yield from self.turns()
+        yield from self.warnings_of(self.hooks.call("run_end", reason))
+        yield RunEnd(reason, error)
+        self.totals["seconds"] = round(time.monotonic() - started, 3)
+        yield RunSettled(reason, error, self.answer, self.session.file, dict(self.totals))
+
+    def turns(self) -> Iterator[Event]:
+        """Takes turns until the model asks for nothing more; returns (reason, error)."""
+        for turn in range(1, self.max_steps + 1):
+            self.totals["turns"] = turn
+            yield TurnStart(turn)
+            message, error = yield from self.ask_model()
+            calls = () if error else message.tool_calls
+            try:
+                for call in calls:
+                    yield from self.use_tool(call, message.stop_reason == "length")
+            finally:
+                self.answer_open_calls()
+            yield TurnEnd(turn)
+            if error:
+                return "aborted" if error.kind == "aborted" else "error", error.to_json()
+            if self.abort.done:
+                return "aborted", ProviderError("aborted", "stopped by the person").to_json()
+            if message.stop_reason == "length":
+                return "length", None
+            if not calls:
+                return "stop", None
+        return "max_steps", None
+
+    def record(self, message: Message) -> Iterator[Event]:
+        """A message that is there at once: into the ledger, then told."""
+        yield MessageStart(message)
+        self.session.append(message)
+        yield MessageEnd(message)
+        yield from self.warnings_of(([], [self.session.problem] if self.session.problem else []))
+
+    def warnings_of(self, outcome: tuple[list[str], list[str]]) -> Iterator[Event]:
+        """Each problem as a warning, once a session."""
+        for problem in outcome[1]:
+            if problem not in self.warned:
+                self.warned.add(problem)
+                yield Warned(problem)
+
+    def answer_open_calls(self) -> None:
+        """Gives a result to each call that was left without one, by an error or a closed run."""
+        branch = [e.message for e in self.session.active_path()[-1000:] if e.message]
+        last = next((i for i in range(len(branch) - 1, -1, -1)
+                     if isinstance(branch[i], AssistantMessage)), None)
+        if last is None or branch[last].stop_reason in ("error", "aborted"):
+            return
+        answered = {m.tool_call_id for m in branch[last + 1:] if isinstance(m, ToolResultMessage)}
+        for call in branch[last].tool_calls:
+            if call.id not in answered:
+                self.session.append(ToolResultMessage(
+                    call.id, call.name, "not finished: the run was stopped", True))
+
+    # ── The model
+
+    def ask_model(self) -> Iterator[Event]:
+        """Sends the request until there is a reply or no hope; returns (message, error)."""
+        for attempt in itertools.count(1):
+            message, error, begun = yield from self.request()
+            if error is None:
+                yield from self.check_window()
+                return message, None
+            delay = error.delay if error.delay is not None else \
+                WAITS[min(attempt, len(WAITS)) - 1] * random.uniform(0.9, 1.1)
+            if attempt >= error.attempts or delay > LONGEST_WAIT:
+                if error.attempts > attempt:
+                    error.hint = f"the server asks to wait {delay:,.0f} s; try again after that"
+                if not begun:
+                    yield from self.record(message)
+                return message, error
+            self.totals["retries"] += 1
+            yield Retry(attempt, round(delay, 3), {"kind": error.kind, "message": error.message})
+            if not self.abort.sleep(delay):
+                error = ProviderError("aborted", "stopped by the person")
+                yield from self.record(replace(message, stop_reason="aborted",
+                                               error_message=error.message))
+                return message, error
+
+    def request(self) -> Iterator[Event]:
+        """Sends the request once; returns (message, error, had a message begun?).
+
+        A message that began is in the ledger when this returns, as whole as it has become.
+        """
+        begun, end = False, None
+        empty = AssistantMessage(provider=self.provider.name, model=self.provider.model)
+        stream = self.provider.stream(self.told["system"], project(self.session.active_path()),
+                                      self.told["tools"], self.abort)
+        text: list[str] = []
+        try:
+            for item in stream:
+                if isinstance(item, (Done, Failed)):
+                    end = item
+                    break
+                if not begun:
+                    begun = True
+                    yield MessageStart(empty)
+                if isinstance(item, TextDelta):
+                    text.append(item.delta)
+                yield item
+        except KeyboardInterrupt:
+            self.abort.set()
+            end = Failed(ProviderError("aborted", "stopped by the person"), replace(
+                empty, content="".join(text), stop_reason="aborted", error_message="stopped"))
+        except GeneratorExit:            # who watched has gone: keep what there is
+            if begun:
+                self.session.append(replace(empty, content="".join(text), stop_reason="aborted",
+                                            error_message="the run was closed"))
+            raise
+        finally:
+            stream.close()
+        if end is None:
+            error = ProviderError("network", "the provider ended without a reply", attempts=5)
+            end = Failed(error, replace(empty, stop_reason="error", error_message=error.message))
+        error = getattr(end, "error", None)
+        self.count(end.message.usage)
+        if error is None and not begun:
+            yield MessageStart(empty)
+        if error is None:
+            self.answer = end.message.content.strip() or self.answer
+        if begun or error is None:
+            self.session.append(end.message)
+            yield MessageEnd(end.message)
+        return end.message, error, begun
+
+    def count(self, usage: Usage | None) -> None:
+        if usage:
+            for name in ("input_tokens", "output_tokens", "cached_tokens"):
+                self.totals[name] += getattr(usage, name)
+            if usage.cost is not None:
+                self.totals["cost"] = (self.totals["cost"] or 0) + usage.cost
+
+    def check_window(self) -> Iterator[Event]:
+        """Once a session: is the model's window, where its host tells, smaller than our messages?"""
+        if "window" in self.warned or "windows" not in self.provider.habits:
+            return
+        self.warned.add("window")
+        window = self.provider.find_window(self.abort)
+        if window and window < self.workspace.limit:
+            yield Warned(f"{self.provider.name} gives {self.provider.model} only {window:,} tokens "
+                         "and forgets older messages silently; set OLLAMA_CONTEXT_LENGTH=32768 for "
+                         "`ollama serve`, or a smaller --budget")
+
+    # ── One tool call
+
+    def use_tool(self, call: ToolCall, cut_off: bool) -> Iterator[Event]:
+        """Decides about a call, runs it if it may, and records its one result."""
+        self.totals["tool_calls"] += 1
+        started, decision, outcome = time.monotonic(), None, None
+        if self.abort.done or cut_off:
+            outcome = Outcome("not run: " + ("the person stopped the run" if self.abort.done else
+                                             "the reply was cut off by its length limit"), True)
+        else:
+            decision, arguments, refusal = self.judge(call)
+            yield ToolStart(call.id, call.name, call.arguments, decision.decision,
+                            str(decision.rule) if decision.rule else None, decision.reason)
+            outcome = Outcome(refusal, True) if refusal else \
+                (yield from self.run_tool(call, arguments))
+        outcome = replace(outcome, content=mask(
+            outcome.content if outcome.content.strip() else "(no output)"))
+        self.totals["tool_failures"] += outcome.is_error
+        if decision:
+            yield ToolEnd(call.id, call.name, outcome.is_error, outcome.content,
+                          round(time.monotonic() - started, 3))
+        self.audit(call, decision, outcome)
+        yield from self.record(ToolResultMessage(call.id, call.name, outcome.content,
+                                                 outcome.is_error, outcome.details))
+        if decision and decision.decision == "allow":
+            yield from self.warnings_of(self.hooks.call("after_tool", call.name, arguments,
+                                                        outcome.content))
+
+    def judge(self, call: ToolCall) -> tuple[Decision, dict, str]:
+        """(the decision, the checked arguments, the refusal for the model or "")
+
+        The schema first, then the hooks, then the rules, then the person.
+        """
+        def refuse(reason: str, text: str, rule: Rule | None = None) -> tuple[Decision, dict, str]:
+            return Decision("deny", reason, rule, ()), {}, text
+
+        function = self.tools.get(call.name)
+        if function is None:
+            return refuse("no such tool", f"there is no tool {call.name!r}; the tools are "
+                          f"{', '.join(self.tools)}")
+        if not isinstance(call.arguments, dict):
+            return refuse("the arguments are not a JSON object",
+                          "the call was not run: its arguments are not a JSON object: "
+                          f"{brief(str(call.raw_arguments or call.arguments))}")
+        try:
+            arguments = check_arguments(function, call.arguments)
+        except ToolError as error:
+            return refuse("the arguments do not fit", f"the call was not run: {error}")
+        vetoes, problems = self.hooks.call("before_tool", call.name, arguments)
+        if vetoes or problems:
+            text = (vetoes or problems)[0]
+            return refuse(f"a hook: {text}", f"denied: {text}")
+        decision = decide(call.name, arguments, self.mode, rules=self.rules,
+                          workspace=self.workspace, sandbox=self.sandbox)
+        if decision.decision == "deny":
+            return decision, arguments, f"denied: {decision.reason}"
+        if decision.decision == "allow":
+            return decision, arguments, ""
+        answer = self.approve(Question(
+            call.name, arguments, self.workspace.preview(call.name, arguments), decision.reason))
+        if answer is True:
+            return decision._replace(decision="allow", reason="the person said yes"), arguments, ""
+        why = answer if isinstance(answer, str) and answer else "the person said no"
+        return decision._replace(decision="deny", reason=why), arguments, f"denied: {why}"
+
+    def run_tool(self, call: ToolCall, arguments: dict) -> Iterator[Event]:
+        """Runs an allowed call, telling its output as it comes; returns the Outcome."""
+        try:
+            outcome = self.tools[call.name](**arguments)
+            if inspect.isgenerator(outcome):
+                pieces = outcome
+                try:
+                    while True:
+                        yield ToolOutput(call.id, next(pieces))
+                except StopIteration as end:
+                    outcome = end.value
+                finally:
+                    pieces.close()
+            if not isinstance(outcome, Outcome):
+                outcome = Outcome("" if outcome is None else str(outcome))
+            return replace(outcome, content=self.workspace.clip(outcome.content, call.name))
+        except KeyboardInterrupt:
+            self.abort.set()
+            return Outcome("stopped, interrupted by the person", True)
+        except ToolError as error:
+            return Outcome(str(error), True)
+        except OSError as error:
+            return Outcome(f"{error.strerror or error}: {error.filename or call.name}", True)
+        except Exception as error:      # a tool may be anybody's code; its failure is a result
+            return Outcome(f"the tool failed: {type(error).__name__}: {error}", True)
+
+    def audit(self, call: ToolCall, decision: Decision | None, outcome: Outcome) -> None:
+        """One line in <home>/audit.jsonl for every call asked for, whatever became of it."""
+        if not self.home:
+            return
+        line = {"at": utc_now(), "tool": call.name,
+                "args": call.arguments if call.raw_arguments is None else call.raw_arguments,
+                "decision": decision.decision if decision else "not run",
+                "rule": str(decision.rule) if decision and decision.rule else None,
+                "result": outcome.content[:200]}
+        try:
+            path = make_folders(self.home) / "audit.jsonl"
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            try:
+                os.write(handle, (mask(json.dumps(line)) + "\n").encode("ascii"))
+            finally:
+                os.close(handle)
+        except OSError as error:
+            self.session.problem = self.session.problem or \
+                f"the audit cannot be written: {error.strerror}"
+
+
+# ─── Showing events ──────────────────────────────────────────────────────────────────────────────
+# Part II: who reads events. The answer goes to stdout, everything else to stderr, so that a pipe
+# gets the answer alone. What comes from a model, a file or a server is made visible() before it is
+# shown on a terminal. Left out: redrawing; every line that was shown stays.
+
+DIM, RED, GREEN, BOLD, PLAIN_STYLE = "\033[2m", "\033[31m", "\033[32m", "\033[1m", "\033[0m"
+
+
+def has_colour(stream: typing.TextIO) -> bool:
+    """May escape sequences be written there? (https://no-color.org)"""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def fold(text: str, lines: int = 60, columns: int = 1000) -> str:
+    """The text with the middle of long lines, and of many lines, left out, and how much that is."""
+    def fold_line(line: str) -> str:
+        if len(line) <= columns:
+            return line
+        head, tail = line[:columns * 2 // 3], line[-(columns // 3):]
+        return f"{head} [… {len(line) - len(head) - len(tail):,} characters more …] {tail}"
+    found = [fold_line(re.sub(r" {80,}", lambda m: f" [… {len(m[0]):,} blanks …] ", line))
+             for line in text.split("\n")]
+    if len(found) > lines:
+        left = len(found) - lines + 1
+        found[lines * 2 // 3:-(lines // 3 - 1)] = [f"[… {left:,} lines more …]"]
+    return "\n".join(found)
+
+
+class Screen:
+    """Shows events to a person: text as it streams, one line for a tool call and its outcome."""
+
+    def __init__(self, out: typing.TextIO, err: typing.TextIO):
+        self.out, self.err = out, err
+        self.live = out.isatty()             # is there somebody to see the answer grow?
+        self.colour = has_colour(err)
+        self.open_line = False               # has text been shown that did not end its line?
+
+    def style(self, code: str, text: str) -> str:
+        return f"{code}{text}{PLAIN_STYLE}" if self.colour else text
+
+    def say(self, text: str = "", code: str = "") -> None:
+        """A line for the person, on stderr."""
+        self.end_line()
+        print(self.style(code, visible(text)) if code else visible(text), file=self.err, flush=True)
+
+    def end_line(self) -> None:
+        if self.open_line:
+            print(file=self.out if self.live else self.err, flush=True)
+            self.open_line = False
+
+    def stream(self, text: str, code: str, file: typing.TextIO) -> None:
+        text = visible(text)
+        if text:
+            print(self.style(code, text) if code else text, end="", file=file, flush=True)
+            self.open_line = not text.endswith("\n")
+
+    def show(self, event: Event) -> None:
+        """Shows one event."""
+        match event:
+            case TextDelta(delta) if self.live:
+                self.stream(delta, "", self.out)
+            case ThinkingDelta(delta) if self.colour:
+                self.stream(delta, DIM, self.err)
+            case MessageEnd(AssistantMessage(content=text, tool_calls=calls)) if not self.live:
+                if text.strip() and calls:
+                    self.say(text.strip(), DIM)
+            case MessageEnd(AssistantMessage()):
+                self.end_line()
+            case ToolStart():
+                what = call_in_short(event.name, event.arguments)
+                denied = "" if event.decision == "allow" else f"  ({event.decision}: {event.reason})"
+                self.say(f"- {what}{denied}", BOLD if not denied else RED)
+            case ToolEnd(is_error=is_error, content=content, seconds=seconds):
+                first = brief(next((line for line in content.splitlines() if line.strip()), ""), 100)
+                self.say(f"  {'failed' if is_error else 'ok'}, {seconds:.1f} s: {first}",
+                         RED if is_error else DIM)
+            case MessageEnd(ToolResultMessage(details={"diff": diff})):
+                self.say("\n".join("  " + line for line in fold(diff, 20, 200).split("\n")), DIM)
+            case Retry(attempt, delay, error):
+                self.say(f"attempt {attempt} failed: {error['message']}; the next one "
+                         f"{f'in {delay:.0f} s' if delay else 'follows'}", DIM)
+            case Warned(message):
+                self.say(f"warning: {message}", RED)
+            case RunEnd(reason, error):
+                self.end_line()
+                for line in ending_in_words(reason, error):
+                    self.say(line, RED)
+
+
+def call_in_short(name: str, arguments: dict | None) -> str:
+    """A call in a line: shell python3 fib.py."""
+    values = [value if isinstance(value, str) else json.dumps(value)
+              for value in (arguments or {}).values()]
+    first = values[0] if values else ""
+    return f"{name} {brief(first, 120)}{' …' if len(values) > 1 else ''}"
+
+
+def ending_in_words(reason: str, error: dict | None) -> list[str]:
+    """What a person should read about how a run ended; nothing if it ended well."""
+    if reason == "aborted":
+        return ["stopped"]
+    if error:
+        hint = [f"  {error['hint']}"] if error["hint"] else []
+        return [f"error ({error['kind']}): {error['message']}", *hint]
+    return {"length": ["the answer was cut off: the model's length limit was reached"],
+            "max_steps": ["gave up at the step limit; --max-steps N allows more, -c goes on from "
+                          "here"]}.get(reason, [])
+
+
+def show_json(event: Event) -> None:
+    """One event as a line of JSON on stdout."""
+    print(mask(json.dumps(to_json(event))), flush=True)
+
+
+# ── Asking the person
+
+@contextlib.contextmanager
+def interrupts(handler: Callable) -> Iterator[None]:
+    """Within, Ctrl-C calls this handler."""
+    import signal
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def can_ask() -> bool:
+    """Is there a person? Only where both stdin and stderr are terminals."""
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def asker(agent: Agent, screen: Screen) -> Callable[[Question], bool | str]:
+    """A function that asks the person at the terminal; what was typed before does not count."""
+    def ask(question: Question) -> bool | str:
+        import signal
+        screen.say(f"- {question.name}: {question.reason}", BOLD)
+        for line in fold(visible(question.preview)).split("\n"):
+            screen.say(f"  | {line}")
+        print("  allow? [y/N] ", end="", file=sys.stderr, flush=True)
+        with contextlib.suppress(ImportError, OSError):
+            import termios
+            termios.tcflush(sys.stdin, termios.TCIFLUSH)
+        try:
+            with interrupts(signal.default_int_handler):
+                answer = sys.stdin.readline()
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            agent.stop()
+            return "the person stopped the run"
+        if not answer.endswith("\n"):
+            print(file=sys.stderr)
+        return answer.strip().lower() in ("y", "yes")
+    return ask
+
+
+def watch(agent: Agent, task: str, show: Callable[[Event], None]) -> RunSettled:
+    """Runs a task and shows its events; Ctrl-C stops the run, a third one the program."""
+    pressed = itertools.count(1)
+
+    def on_interrupt(number: int, frame: object) -> None:
+        agent.stop()
+        if next(pressed) > 2:
+            raise KeyboardInterrupt
+    with interrupts(on_interrupt):
+        for event in agent.run(task):
+            show(event)
+    return event
+
+
+# ─── Commands ────────────────────────────────────────────────────────────────────────────────────
+# What a person types in the chat after a slash: a table of small functions. Each gets the chat and
+# the rest of the line. Its docstring is its help. A line with an unknown command is not sent.
+
+COMMANDS: dict[str, Callable[["Chat", str], None]] = {}
+
+
+def command(function: Callable) -> Callable:
+    """Puts a function into COMMANDS under its name, without what follows an underscore."""
+    COMMANDS["/" + function.__name__.partition("_")[0]] = function
+    return function
+
+
+class Chat:
+    """A conversation at the terminal."""
+
+    def __init__(self, agent: Agent, screen: Screen, settings: "Settings"):
+        self.agent, self.screen, self.settings = agent, screen, settings
+        self.leaving = False
+
+    def run(self) -> None:
+        """Reads lines until the person leaves."""
+        with contextlib.suppress(ImportError):
+            import readline                  # line editing; where there is none, input() still works
+            readline.set_history_length(1000)
+        self.screen.say("Type a task, or /help. Ctrl-D leaves, Ctrl-C stops a task.", DIM)
+        while not self.leaving:
+            try:
+                text = self.read()
+            except EOFError:
+                self.screen.say()
+                return
+            except KeyboardInterrupt:
+                self.screen.say("  (Ctrl-D or /exit leaves)", DIM)
+                continue
+            if text.strip():
+                self.take(text.strip())
+
+    def read(self) -> str:
+        """One message: a line, or the lines between two lines of three quotes."""
+        first = input(f"{self.agent.provider.name} {self.agent.mode}> ")
+        if first.strip() != '"""':
+            return first
+        block = []
+        while (line := input("... ")).strip() != '"""':
+            block.append(line)
+        return "\n".join(block)
+
+    def take(self, text: str) -> None:
+        """Obeys a command, or works on a task."""
+        name, _, rest = text.partition(" ")
+        if text in ("exit", "quit"):
+            self.leaving = True
+        elif name in COMMANDS:
+            try:
+                COMMANDS[name](self, rest.strip())
+            except AgentError as error:
+                self.screen.say(f"{error.message}. {error.hint}".rstrip(". ") + ".", RED)
+        elif name.startswith("/") and "/" not in name[1:] and "\n" not in text:
+            self.screen.say(f"There is no command {name}; /help lists them.", RED)
+        else:
+            watch(self.agent, text.encode("utf-8", "replace").decode(), self.screen.show)
+
+
+@command
+def help_(chat: Chat, rest: str) -> None:
+    """/help: what can be typed"""
+    for function in COMMANDS.values():
+        chat.screen.say("  " + function.__doc__)
+    chat.screen.say('  A block between two lines of """ is one message.')
+
+
+@command
+def mode_(chat: Chat, rest: str) -> None:
+    """/mode [plan|ask|auto]: what may be done without asking"""
+    if rest:
+        chat.agent.mode = one_of("mode", rest, MODES)
+    for name, meaning in MODES.items():
+        chat.screen.say(f"{'*' if name == chat.agent.mode else ' '} {name:5} {meaning}")
+
+
+@command
+def provider_(chat: Chat, rest: str) -> None:
+    """/provider [NAME]: who answers"""
+    if rest:
+        chat.agent.provider = ready(PROVIDERS[one_of("provider", rest, PROVIDERS)].using())
+    for name, provider in PROVIDERS.items():
+        mark = "*" if name == chat.agent.provider.name else " "
+        key = "needs no key" if not provider.key_env else \
+            f"{provider.key_env} is {'set' if provider.key() else 'not set'}"
+        chat.screen.say(f"{mark} {name:11} {provider.model:28} {key}")
+
+
+@command
+def model_(chat: Chat, rest: str) -> None:
+    """/model [NAME]: which model of the provider answers"""
+    if rest:
+        chat.agent.provider = chat.agent.provider.using(model=rest)
+    chat.screen.say(f"model: {chat.agent.provider.model}")
+
+
+@command
+def status_(chat: Chat, rest: str) -> None:
+    """/status: what is set, and where the session lies"""
+    agent = chat.agent
+    for line in (describe(agent), f"session: {agent.session.file or 'not in a file (yet)'}",
+                 f"last run: {json.dumps(agent.totals)}" if agent.totals else "no run yet"):
+        chat.screen.say(line)
+
+
+@command
+def new_(chat: Chat, rest: str) -> None:
+    """/new: a new session; the old one stays in its file"""
+    chat.agent.session.close()
+    chat.agent.begin(chat.settings.new_session())
+    chat.screen.say("A new session.")
+
+
+@command
+def exit_(chat: Chat, rest: str) -> None:
+    """/exit: leave (so do exit, quit and Ctrl-D)"""
+    chat.leaving = True
+
+
+# ─── Settings and main ───────────────────────────────────────────────────────────────────────────
+# Flags win over the environment, that over the file .env beside this one. The workspace is never
+# asked: what a model can write must not configure the program around it.
+
+SETTINGS = (     # environment variable, flag, metavar, default, help
+    ("AGENT_PROVIDER", "-p/--provider", "NAME", "", "who answers: " + ", ".join(PROVIDERS)),
+    ("AGENT_MODEL", "-m/--model", "NAME", "", "which of the provider's models"),
+    ("AGENT_BASE_URL", "--base-url", "URL", "", "another address for the provider; alone it makes "
+     "one called custom, whose key is AGENT_API_KEY"),
+    ("AGENT_MODE", "--mode", "MODE", "ask", "plan (only reads), ask, or auto"),
+    ("AGENT_WORKSPACE", "-w/--workspace", "DIR", "", "the folder to work in (./workspace)"),
+    ("AGENT_BUDGET", "--budget", "TOKENS", "16000", "tokens for a request; a result may be as many "
+     "characters"),
+    ("AGENT_SANDBOX", "--sandbox", "WHEN", "auto", "for commands: auto, off, or require"),
+)
+EXIT_STATUS = {"stop": 0, "length": 1, "error": 1, "max_steps": 3, "aborted": 130}
+
+
+def read_env_file(path: Path) -> dict[str, str]:
+    """The settings of a .env file: NAME=VALUE a line. Raises UsageError with the line's number."""
+    found: dict[str, str] = {}
+    try:
+        lines = path.read_text("utf-8-sig").splitlines()
+    except FileNotFoundError:
+        return found
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}", "mend or remove it") from None
+    for number, line in enumerate(lines, 1):
+        name, equals, value = line.strip().removeprefix("export ").partition("=")
+        value = value.strip()
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        quoted = re.fullmatch(r"""(["'])(.*)\1\s*(#.*)?""", value)
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name.strip()) \
+                or not quoted and value[:1] in ("'", '"'):
+            raise UsageError(f"{path}, line {number} is not NAME=VALUE",
+                             "mend the line, or put # in front of it")
+        found[name.strip()] = quoted[2] if quoted else re.sub(r"\s+#.*", "", value)
+    return found
+
+
+def one_of(what: str, text: str, names: Iterable[str]) -> str:
+    """The text, if it is one of the names; else UsageError."""
+    if text not in names:
+        raise UsageError(f"there is no {what} {brief(text, 60)!r}",
+                         f"choose one of {', '.join(names)}")
+    return text
+
+
+def whole_number(what: str, text: str) -> int:
+    """The text as a number above 0; else UsageError."""
+    if not re.fullmatch(r"[0-9]{1,9}", str(text)) or int(text) < 1:
+        raise UsageError(f"{what} must be a whole number above 0, not {brief(str(text), 60)!r}")
+    return int(text)
+
+
+def rule_of(decision: str, text: str) -> Rule:
+    """The rule that --allow, --ask or --deny means: TOOL:PATTERN. Raises UsageError."""
+    name, colon, pattern = text.partition(":")
+    known = [*Workspace(".").tools(), "*"]
+    if not colon or not pattern or name not in known:
+        raise UsageError(f"--{decision} {brief(text, 80)!r} is not TOOL:PATTERN", "for example "
+                         f"--{decision} 'shell:git log *'; the tools are {', '.join(known)}")
+    return Rule(decision, name, pattern)
+
+
+def ready(provider: Provider) -> Provider:
+    """The provider, if it can be used: its key is set. Else UsageError."""
+    own = PROVIDERS.get(provider.name)
+    if provider.key_env and own and not provider.key() and provider.base_url == own.base_url:
+        raise UsageError(f"{provider.name} needs a key and {provider.key_env} is not set",
+                         f"set {provider.key_env} in the environment or in .env beside this file")
+    return provider
+
+
+def ollama_runs() -> bool:
+    """Does an Ollama server answer on this machine?"""
+    import socket
+    with contextlib.suppress(OSError):
+        socket.create_connection(("127.0.0.1", 11434), timeout=0.2).close()
+        return True
+    return False
+
+
+def describe(agent: Agent) -> str:
+    """What is set, in a line."""
+    sandbox = {"off": "no sandbox", "none": "no sandbox works here: commands are asked about",
+               "require": "commands need a sandbox, and none works here"}[agent.sandbox]
+    return (f"tiny_agent {VERSION}: {agent.provider.name} {agent.provider.model}, mode {agent.mode}, "
+            f"{sandbox}, in {agent.workspace.root}")
+
+
+class Settings:
+    """Flags, environment and .env put together; makes the parts of a run. Raises AgentError."""
+
+    def __init__(self, words: list[str]):
+        import argparse
+        parser = argparse.ArgumentParser(
+            prog="tiny_agent.py", usage="%(prog)s [options] [TASK ...]", allow_abbrev=False,
+            description="A coding agent. A task runs and exits; without one a chat begins. Piped "
+                        "input joins the task, or is it.")
+        for variable, flags, metavar, default, text in SETTINGS:
+            parser.add_argument(*flags.split("/"), metavar=metavar, help=f"{text} ({variable})")
+        parser.add_argument("--max-steps", metavar="N", default="30", help="turns at the most (30)")
+        for decision in ("allow", "ask", "deny"):
+            parser.add_argument(f"--{decision}", metavar="TOOL:PATTERN", action="append", default=[],
+                                help="one more rule; repeatable")
+        parser.add_argument("--no-session", action="store_true", help="keep nothing")
+        parser.add_argument("--json", action="store_true", help="stdout: one event a line")
+        parser.add_argument("-c", "--continue", dest="go_on", action="store_true",
+                            help="go on with the last session of this workspace")
+        parser.add_argument("-r", "--resume", metavar="ID|FILE", help="go on with this session")
+        parser.add_argument("--version", action="version", version=f"tiny_agent {VERSION}")
+        parser.add_argument("task", metavar="TASK", nargs="*", help="what to do")
+        self.flags = parser.parse_intermixed_args(words)
+        for name, value in read_env_file(Path(__file__).resolve().with_name(".env")).items():
+            os.environ.setdefault(name, value)
+        for provider in PROVIDERS.values():
+            provider.key()                   # so that no key that is set is ever shown
+        self.home = Path(os.environ.get("AGENT_HOME") or "~/.tiny_agent").expanduser().absolute()
+        self.mode = one_of("mode", self.get("AGENT_MODE"), MODES)
+        self.budget = whole_number("the budget", self.get("AGENT_BUDGET"))
+        self.max_steps = whole_number("--max-steps", self.flags.max_steps)
+        self.rules = [rule_of(decision, text) for decision in ("allow", "ask", "deny")
+                      for text in getattr(self.flags, decision)] + RULES
+        self.sandbox = one_of("sandbox setting", self.get("AGENT_SANDBOX"),
+                              ("auto", "off", "require"))
+
+    def get(self, variable: str) -> str:
+        """A setting: the flag, else the environment, else the default."""
+        _, flags, _, default, _ = next(row for row in SETTINGS if row[0] == variable)
+        given = getattr(self.flags, flags.split("/")[-1].lstrip("-").replace("-", "_"))
+        return given if given is not None else os.environ.get(variable) or default
+
+    def workspace(self) -> Workspace:
+        """The folder to work in; the default one is made, one that was named must be there."""
+        named = self.get("AGENT_WORKSPACE")
+        folder = Path(named or "workspace").expanduser()
+        try:
+            if not named:
+                folder.mkdir(exist_ok=True)
+            os.listdir(folder)
+        except OSError as error:
+            raise UsageError(f"the workspace {folder} cannot be used: {error.strerror}",
+                             "name a folder that you can read with -w") from None
+        return Workspace(folder, limit=self.budget)
+
+    def provider(self, session: Session) -> tuple[Provider, str]:
+        """(who answers, why it is that one)"""
+        name, model = self.get("AGENT_PROVIDER"), self.get("AGENT_MODEL")
+        base_url = self.get("AGENT_BASE_URL")
+        if base_url and not re.match(r"https?://[^/\s]", base_url):
+            raise UsageError(f"the base URL {brief(base_url, 80)!r} is not an address",
+                             "it begins with http:// or https:// and ends before /chat/completions")
+        last = next((e.message for e in reversed(session.active_path())
+                     if isinstance(e.message, AssistantMessage)), None)
+        if base_url and not name:
+            key_env = "AGENT_API_KEY" if os.environ.get("AGENT_API_KEY") else None
+            return Provider("custom", base_url.rstrip("/"), model or "default", key_env), "--base-url"
+        if name:
+            return ready(PROVIDERS[one_of("provider", name, PROVIDERS)].using(model, base_url)), \
+                "it was named"
+        if last and last.provider in PROVIDERS:
+            return ready(PROVIDERS[last.provider].using(model or last.model)), "the session used it"
+        for provider in PROVIDERS.values():
+            if provider.key():
+                return provider.using(model), f"{provider.key_env} is set"
+        if ollama_runs():
+            return PROVIDERS["ollama"].using(model), "it runs on this machine"
+        return PROVIDERS["demo"].using(), "no key is set and no Ollama runs"
+
+    def new_session(self) -> Session:
+        root = Path(os.path.realpath(self.get("AGENT_WORKSPACE") or "workspace"))
+        return Session() if self.flags.no_session else Session.new(self.home, root)
+
+    def session(self) -> Session:
+        """The session to go on with, or a new one."""
+        if self.flags.resume:
+            return Session.load(find_session(self.home, self.flags.resume))
+        if self.flags.go_on:
+            root = Path(os.path.realpath(self.get("AGENT_WORKSPACE") or "workspace"))
+            return Session.load(newest_session(self.home, root))
+        return self.new_session()
+
+    def task(self) -> str:
+        """What the words on the command line and the piped input ask for; "" for a chat."""
+        words = " ".join(self.flags.task)
+        piped = "" if sys.stdin is None or sys.stdin.isatty() else \
+            sys.stdin.buffer.read().decode("utf-8", "replace").strip("\n")
+        text = "\n\n".join(part for part in (words, piped) if part.strip())
+        return text.encode("utf-8", "replace").decode()
+
+
+def main(words: list[str] | None = None) -> int:
+    """Runs the program; returns its exit status."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8", errors="replace")
+    screen = Screen(sys.stdout, sys.stderr)
+    try:
+        return start(Settings(sys.argv[1:] if words is None else words), screen)
+    except AgentError as error:
+        screen.say(f"tiny_agent: {error.message}", RED)
+        if error.hint:
+            screen.say(f"  {error.hint}", RED)
+        return 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        return EXIT_STATUS["aborted"]
+    except BrokenPipeError:                  # the reader has gone; nothing is left to tell it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def start(settings: Settings, screen: Screen) -> int:
+    """Puts the parts together and runs a task or a chat; returns the exit status."""
+    task = settings.task()
+    if not task and not can_ask():
+        raise UsageError("there is no task", "give one as argument or through a pipe; a chat needs "
+                         "a terminal")
+    workspace = settings.workspace()
+    session = settings.session()
+    provider, why = settings.provider(session)
+    agent = Agent(provider, workspace, mode=settings.mode, rules=settings.rules, session=session,
+                  home=None if settings.flags.no_session else settings.home,
+                  max_steps=settings.max_steps,
+                  sandbox={"auto": "none"}.get(settings.sandbox, settings.sandbox))
+    if can_ask():
+        agent.approve = asker(agent, screen)
+    for note in session.notes:
+        screen.say(f"warning: {note}", RED)
+    recorded = session.entries[0].data.get("cwd")
+    if recorded and recorded != str(workspace.root):
+        screen.say(f"warning: the session was recorded in another folder, {recorded}", RED)
+    screen.say(describe(agent), DIM)
+    if provider.name == "demo":
+        keys = ", ".join(p.key_env for p in PROVIDERS.values() if p.key_env)
+        screen.say(f"  a scripted model answers ({why}). A real one: set one of {keys} in the "
+                   "environment or .env, start Ollama, or use --base-url", DIM)
+    if not task:
+        Chat(agent, screen, settings).run()
+        return 0
+    settled = watch(agent, task, show_json if settings.flags.json else screen.show)
+    if settings.flags.json:
+        for line in ending_in_words(settled.reason, settled.error):
+            screen.say(line, RED)
+    elif not screen.live and settled.answer and settled.reason in ("stop", "length"):
+        print(settled.answer)
+    return EXIT_STATUS[settled.reason]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
