@@ -44,7 +44,7 @@ Words, each with one meaning everywhere:
     projection   a branch turned into messages for a model   project(session.active_path())
     turn         one request, its reply and its tool calls   "read a.py", and the text of a.py
     event        one thing that happened, for watchers       TextDelta("Hel"), ToolEnd(…)
-    rule         who may do what to which target             Rule("deny", "shell", "git push --force*")
+    rule         who may do what to which target             Rule("deny", "shell", "npm publish *")
     hook         a function called at a moment of the run    @agent.hooks.on("before_tool")
 """
 import contextlib
@@ -405,7 +405,7 @@ PATIENCE = {                 # seconds
     "first byte": 300,       # a large model on a small machine reads a long prompt for minutes
     "byte": 120,
     "event": 300,            # comments keep a connection alive, but only data is progress
-    "end": 1.5,              # after the finish reason: for the usage, which some servers never send
+    "end": 1.5,              # after the finish reason, for the usage: some servers send none
 }
 MAX_REPLY = 64_000_000       # bytes
 
@@ -562,11 +562,11 @@ def connect(url: str) -> tuple:
         login = f"{unquote(at.username)}:{unquote(at.password or '')}".encode()
         extra = {"Proxy-Authorization": "Basic " + base64.b64encode(login).decode()}
     if goal.scheme == "https":
-        connection = http.client.HTTPSConnection(at.hostname, at.port or (443 if at is goal else 80),
-                                                 timeout=PATIENCE["connect"], context=tls_context())
+        port = at.port or (443 if at is goal else 80)
+        connection = http.client.HTTPSConnection(at.hostname, port, timeout=PATIENCE["connect"],
+                                                 context=tls_context())
     else:
-        connection = http.client.HTTPConnection(at.hostname, at.port,
-                                                timeout=PATIENCE["connect"])
+        connection = http.client.HTTPConnection(at.hostname, at.port, timeout=PATIENCE["connect"])
     target = f"{goal.path or '/'}{'?' + goal.query if goal.query else ''}"
     if at is not goal and goal.scheme == "https":
         connection.set_tunnel(goal.hostname, goal.port or 443, extra)
@@ -725,7 +725,8 @@ OVERFLOW = "|".join((
     r"too large for model with", r"max_tokens must be at least 1, got -",
     r"exceeded model token limit", r"exceeds the limit of \d", r"context_window_exceeded"))
 WINDOW = re.compile(r"limit:? (\d+), requested|maximum (?:context|prompt) length (?:is|of) (\d+)|"
-                    r"> ?(\d+) maximum|context limit: .*> ?(\d+)|n_ctx\W+(\d+)|context size\W+(\d+)|"
+                    r"> ?(\d+) maximum|context limit: .*> ?(\d+)|n_ctx\W+(\d+)|"
+                    r"context size\W+(\d+)|"
                     r"maximum number of tokens allowed \((\d+)\)|with (\d+) maximum context|"
                     r"limit of (\d+)|maximum of (\d+) tokens|at most (\d+) tokens", re.I)
 NO_RIGHT = "check the key in {key_env}"
@@ -853,8 +854,9 @@ def wait_asked_for(headers, body: str | dict, message: str) -> float | None:
     if after := headers.get("Retry-After"):
         found.append(seconds_of(after))
         with contextlib.suppress(ValueError, TypeError):
-            sent = parsedate_to_datetime(headers["Date"]).timestamp() if headers.get("Date") else now
-            found.append(parsedate_to_datetime(after).timestamp() - sent)
+            sent = headers.get("Date")
+            since = parsedate_to_datetime(sent).timestamp() if sent else now
+            found.append(parsedate_to_datetime(after).timestamp() - since)
     text = body if isinstance(body, str) else json.dumps(body)
     if detail := re.search(r'"retryDelay":\s*"([^"]+)"', text):
         found.append(seconds_of(detail[1]))
@@ -979,7 +981,7 @@ class Reply:
     """An assistant message in the making: takes its pieces as they come, yields their events."""
 
     def __init__(self, provider: "Provider", tools: list[dict], messages: list[Message]):
-        self.provider, self.names = provider, [tool["name"] for tool in tools]
+        self.provider, self.names = provider, [schema["name"] for schema in tools]
         self.taken = {c.id for m in messages if isinstance(m, AssistantMessage)
                       for c in m.tool_calls}
         self.place, self.held = "start", ""          # start, thought or answer; not yet sorted
@@ -1200,7 +1202,9 @@ class Provider:
             yield from self.converse(body, reply, abort or Abort())
             yield from reply.end()
             yield Done(reply.message())
-        except ProviderError as error:
+        except (ProviderError, KeyboardInterrupt) as problem:
+            error = problem if isinstance(problem, ProviderError) else \
+                ProviderError("aborted", "stopped")
             self.window = error.window or self.window
             if error.attempts == 1 and error.kind == "invalid_request" \
                     and self.learn(str(error)) and self.to_wire(system, messages, tools) != body:
@@ -1327,7 +1331,7 @@ def to_openai(system: str, messages: list[Message], tools: list[dict], provider:
     body = {"model": provider.model, "messages": sent, "stream": True,
             "stream_options": {"include_usage": True}, **habits.get("extra", {})}
     if tools:
-        body["tools"] = [{"type": "function", "function": tool} for tool in tools]
+        body["tools"] = [{"type": "function", "function": schema} for schema in tools]
     for old, new in habits.get("rename", {}).items():
         if old in body:
             body[new] = body[old]
@@ -1455,8 +1459,8 @@ def to_anthropic(system: str, messages: list[Message], tools: list[dict],
             "system": [{"type": "text", "text": system, **mark}],
             **provider.habits.get("extra", {})}
     if tools:
-        body["tools"] = [{"name": tool["name"], "description": tool["description"],
-                          "input_schema": tool["parameters"]} for tool in tools]
+        body["tools"] = [{"name": schema["name"], "description": schema["description"],
+                          "input_schema": schema["parameters"]} for schema in tools]
     for name in provider.habits.get("drop", ()):
         body.pop(name, None)
     return body
@@ -1588,8 +1592,9 @@ def demo_read(task: re.Match, results: list[ToolResultMessage]) -> tuple | str:
 def demo_count(task: re.Match, results: list[ToolResultMessage]) -> tuple | str:
     if not results:
         return "read_file", {"path": task["path"], "limit": 1}
-    total = re.search(r"of ([\d,]+)", results[0].content.splitlines()[-1])
-    return f"{task['path']} has {total[1] if total else len(results[0].content.splitlines())} lines."
+    lines = results[0].content.splitlines()
+    total = re.search(r"lines 1-1 of (\d+)", lines[-1])
+    return f"{task['path']} has {total[1] if total else len(lines)} lines."
 
 
 def demo_find(task: re.Match, results: list[ToolResultMessage]) -> tuple | str:
@@ -1614,7 +1619,7 @@ def demo_run(task: re.Match, results: list[ToolResultMessage]) -> tuple | str:
 DEMO = (
     (r"(?P<path>[\w./-]+\.py)\b.*?(?P<count>\d+)? fibonacci", demo_fibonacci),
     (r"(?:count|how many) .*?lines.*? (?P<path>[\w./-]*\w)\W*$", demo_count),
-    (r"where\W+(?:is |does |are )?(?:the )?(?:function |class )?(?P<name>\w+)\W+.*?defin", demo_find),
+    (r"where\W+(?:is |are )?(?:the )?(?:function |class )?(?P<name>\w+)\W+.*?defin", demo_find),
     (r"definition of (?P<name>\w+)", demo_find),
     (r"(?:read|show|open|what is in|what's in|say what) (?:me )?(?:the )?(?:file )?"
      r"(?P<path>[\w./-]*\w)", demo_read),
@@ -1634,13 +1639,13 @@ def demo_reply(messages: list[Message], tools: list[dict]) -> AssistantMessage |
             step = part(found, results)
             if isinstance(step, str):
                 return step
-            if step[0] not in [tool["name"] for tool in tools]:
+            if step[0] not in [schema["name"] for schema in tools]:
                 return f"I need the tool {step[0]} for that, and it is not offered to me."
             return [step]
     return DEMO_HELP
 
 
-PROVIDERS: dict[str, Provider] = {provider.name: provider for provider in (
+PROVIDERS: dict[str, Provider] = {offered.name: offered for offered in (
     Provider("groq", "https://api.groq.com/openai/v1", "openai/gpt-oss-120b", "GROQ_API_KEY"),
     Provider("openrouter", "https://openrouter.ai/api/v1", "openai/gpt-oss-20b:free",
              "OPENROUTER_API_KEY"),
@@ -2031,7 +2036,8 @@ class Workspace:
         """
         if offset < 1 or limit < 1:
             raise ToolError("offset and limit count from 1")
-        lines = shown(Text(self.read_bytes(self.resolve(path, reading=True)), path).text).split("\n")
+        file = Text(self.read_bytes(self.resolve(path, reading=True)), path)
+        lines = shown(file.text).split("\n")
         if lines[-1] == "":
             lines.pop()
         if not lines:
@@ -2044,7 +2050,7 @@ class Workspace:
             if len(entry) > room and parts:
                 break
             if len(entry) > room:
-                entry = f"{entry[:room]}… ({len(line):,} characters in this line; grep shows parts)\n"
+                entry = f"{entry[:room]}… (this line has {len(line):,} characters)\n"
             parts.append(entry)
             room -= len(entry)
         last = offset + len(parts) - 1
@@ -2203,7 +2209,7 @@ class Workspace:
                         yield value
                     elif kind == "eof":
                         at_end = True
-                    elif kind == "exit":               # what holds the pipe now is in the background
+                    elif kind == "exit":               # what holds the pipe now is its child
                         said = f"exit status {value}" if value >= 0 else f"ended by signal {-value}"
                         deadline = time.monotonic() + 0.3
                     else:
@@ -2388,7 +2394,8 @@ def rule_fits(rule: Rule, name: str, target: str) -> bool:
         return any(glob(rule.target, False).match(part) for part in command_parts(target))
     if name == "shell":
         words = re.split(r"[\s;&|()<>`{}=:,]+", re.sub(r"['\"\\]", "", target))
-        return rule.target == "*" or wide and any(path_fits(rule, w.rstrip("/")) for w in words if w)
+        return rule.target == "*" or wide and any(
+            path_fits(rule, word.rstrip("/")) for word in words if word)
     return path_fits(rule, target)
 
 
@@ -2444,7 +2451,7 @@ def decide(name: str, args: dict, mode: str = "ask", *, rules: Iterable[Rule] | 
     if rule := first("allow"):
         return decided("allow", f"the rule `{rule}` allows it", rule)
     if mode == "auto" and name == "shell" and sandbox != "off":
-        return decided("ask", "there is no working sandbox for commands (--sandbox off does without)")
+        return decided("ask", "no sandbox for commands works here (--sandbox off does without)")
     if mode == "auto":
         return decided("allow", "auto mode allows what no rule forbids")
     return decided("ask", f"{mode} mode asks where no rule allows")
@@ -2626,10 +2633,11 @@ class Session:
             self.leaf = entry.parent_id
 
     def open_file(self, flags: int) -> None:
-        """Opens the file for appending, for this process alone. Raises SessionError if it is not."""
+        """Opens the file for appending. Raises SessionError if another process has it."""
         try:
             make_folders(self.path.parent)
-            self.handle = os.open(self.path, flags | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o600)
+            flags |= os.O_APPEND | getattr(os, "O_BINARY", 0)
+            self.handle = os.open(self.path, flags, 0o600)
         except OSError as error:
             self.broken(error)
             return
@@ -2716,7 +2724,7 @@ def find_session(home: Path, text: str) -> Path:
         if Path(text).is_file():
             return Path(text)
     found = [path for path in (home / "sessions").glob("*/*.jsonl")
-             if text and (path.stem.startswith(text) or path.stem.rpartition("_")[2].startswith(text))]
+             if text and re.match(rf"(.*_)?{re.escape(text)}", path.stem)]
     if len(found) != 1:
         raise SessionError(f"{count_of(len(found), 'session')} of that id: {brief(text, 80)}",
                            "give more of the id" if found else "give the id or the path of a "
@@ -2765,6 +2773,9 @@ def told_mode(entries: Iterable[Entry], first: str) -> str:
     return first
 
 
+SUMMARY_HEAD = "Summary of the conversation so far:\n\n"
+
+
 def project(entries: Iterable[Entry]) -> list[Message]:
     """The messages that a branch means to a model, oldest first.
 
@@ -2779,7 +2790,7 @@ def project(entries: Iterable[Entry]) -> list[Message]:
         kept = next((i for i, e in enumerate(entries) if e.id == last.data["first_kept_entry_id"]),
                     entries.index(last))
         entries = entries[kept:]
-        messages.append(UserMessage(f"Summary of the conversation so far:\n\n{last.data['summary']}"))
+        messages.append(UserMessage(SUMMARY_HEAD + str(last.data["summary"])))
     spoken = [entry.message for entry in entries if entry.message]
     results: dict[tuple[int, str], ToolResultMessage] = {}     # by the place of the call's message
     caller: dict[str, int] = {}                                # the last message with a call's id
@@ -2889,12 +2900,8 @@ class Agent:
             self.totals["turns"] = turn
             yield TurnStart(turn)
             message, error = yield from self.ask_model()
-            calls = () if error else message.tool_calls
-            try:
-                for call in calls:
-                    yield from self.use_tool(call, message.stop_reason == "length")
-            finally:
-                self.answer_open_calls()
+            yield from self.use_tools(() if error else message.tool_calls,
+                                      message.stop_reason == "length")
             yield TurnEnd(turn)
             if error:
                 return "aborted" if error.kind == "aborted" else "error", error.to_json()
@@ -2902,14 +2909,14 @@ class Agent:
                 return "aborted", ProviderError("aborted", "stopped by the person").to_json()
             if message.stop_reason == "length":
                 return "length", None
-            if not calls:
+            if not message.tool_calls:
                 return "stop", None
         return "max_steps", None
 
     def record(self, message: Message) -> Iterator[Event]:
         """A message that is there at once: into the ledger, then told."""
-        yield MessageStart(message)
         self.session.append(message)
+        yield MessageStart(message)
         yield MessageEnd(message)
         yield from self.warnings_of(([], [self.session.problem] if self.session.problem else []))
 
@@ -2919,19 +2926,6 @@ class Agent:
             if problem not in self.warned:
                 self.warned.add(problem)
                 yield Warned(problem)
-
-    def answer_open_calls(self) -> None:
-        """Gives a result to each call that was left without one, by an error or a closed run."""
-        branch = [e.message for e in self.session.active_path()[-1000:] if e.message]
-        last = next((i for i in range(len(branch) - 1, -1, -1)
-                     if isinstance(branch[i], AssistantMessage)), None)
-        if last is None or branch[last].stop_reason in ("error", "aborted"):
-            return
-        answered = {m.tool_call_id for m in branch[last + 1:] if isinstance(m, ToolResultMessage)}
-        for call in branch[last].tool_calls:
-            if call.id not in answered:
-                self.session.append(ToolResultMessage(
-                    call.id, call.name, "not finished: the run was stopped", True))
 
     # ── The model
 
@@ -2963,46 +2957,26 @@ class Agent:
 
         A message that began is in the ledger when this returns, as whole as it has become.
         """
-        begun, end = False, None
-        empty = AssistantMessage(provider=self.provider.name, model=self.provider.model)
+        begun, error = False, None
+        message = AssistantMessage(provider=self.provider.name, model=self.provider.model)
         stream = self.provider.stream(self.told["system"], project(self.session.active_path()),
                                       self.told["tools"], self.abort)
-        text: list[str] = []
-        try:
+        with contextlib.closing(stream):
             for item in stream:
-                if isinstance(item, (Done, Failed)):
-                    end = item
-                    break
-                if not begun:
+                if not begun and not isinstance(item, Failed):
                     begun = True
-                    yield MessageStart(empty)
-                if isinstance(item, TextDelta):
-                    text.append(item.delta)
+                    yield MessageStart(message)
+                if isinstance(item, (Done, Failed)):
+                    message, error = item.message, getattr(item, "error", None)
+                    break
                 yield item
-        except KeyboardInterrupt:
-            self.abort.set()
-            end = Failed(ProviderError("aborted", "stopped by the person"), replace(
-                empty, content="".join(text), stop_reason="aborted", error_message="stopped"))
-        except GeneratorExit:            # who watched has gone: keep what there is
-            if begun:
-                self.session.append(replace(empty, content="".join(text), stop_reason="aborted",
-                                            error_message="the run was closed"))
-            raise
-        finally:
-            stream.close()
-        if end is None:
-            error = ProviderError("network", "the provider ended without a reply", attempts=5)
-            end = Failed(error, replace(empty, stop_reason="error", error_message=error.message))
-        error = getattr(end, "error", None)
-        self.count(end.message.usage)
-        if error is None and not begun:
-            yield MessageStart(empty)
+        self.count(message.usage)
         if error is None:
-            self.answer = end.message.content.strip() or self.answer
-        if begun or error is None:
-            self.session.append(end.message)
-            yield MessageEnd(end.message)
-        return end.message, error, begun
+            self.answer = message.content.strip() or self.answer
+        if begun:
+            self.session.append(message)
+            yield MessageEnd(message)
+        return message, error, begun
 
     def count(self, usage: Usage | None) -> None:
         if usage:
@@ -3012,7 +2986,7 @@ class Agent:
                 self.totals["cost"] = (self.totals["cost"] or 0) + usage.cost
 
     def check_window(self) -> Iterator[Event]:
-        """Once a session: is the model's window, where its host tells, smaller than our messages?"""
+        """Once a session: is the model's window smaller than what we may send?"""
         if "window" in self.warned or "windows" not in self.provider.habits:
             return
         self.warned.add("window")
@@ -3024,31 +2998,47 @@ class Agent:
 
     # ── One tool call
 
-    def use_tool(self, call: ToolCall, cut_off: bool) -> Iterator[Event]:
-        """Decides about a call, runs it if it may, and records its one result."""
-        self.totals["tool_calls"] += 1
-        started, decision, outcome = time.monotonic(), None, None
-        if self.abort.done or cut_off:
-            outcome = Outcome("not run: " + ("the person stopped the run" if self.abort.done else
-                                             "the reply was cut off by its length limit"), True)
+    def use_tools(self, calls: Iterable[ToolCall], cut_off: bool) -> Iterator[Event]:
+        """Gives each call its one result, in their order, also if the run is closed meanwhile."""
+        open_calls = list(calls)
+        try:
+            while open_calls:
+                call = open_calls[0]
+                if self.abort.done or cut_off:
+                    outcome = Outcome("not run: " + (
+                        "the person stopped the run" if self.abort.done else
+                        "the reply was cut off by its length limit"), True)
+                    self.audit(call, None, outcome)
+                else:
+                    outcome = yield from self.use_tool(call)
+                self.totals["tool_calls"] += 1
+                self.totals["tool_failures"] += outcome.is_error
+                open_calls.pop(0)
+                yield from self.record(ToolResultMessage(
+                    call.id, call.name, outcome.content, outcome.is_error, outcome.details))
+        finally:
+            for call in open_calls:
+                self.session.append(ToolResultMessage(
+                    call.id, call.name, "not finished: the run was closed", True))
+
+    def use_tool(self, call: ToolCall) -> Iterator[Event]:
+        """Decides about a call and runs it if it may; returns its Outcome."""
+        started = time.monotonic()
+        decision, arguments, refusal = self.judge(call)
+        yield ToolStart(call.id, call.name, call.arguments, decision.decision,
+                        str(decision.rule) if decision.rule else None, decision.reason)
+        if refusal:
+            outcome = Outcome(refusal, True)
         else:
-            decision, arguments, refusal = self.judge(call)
-            yield ToolStart(call.id, call.name, call.arguments, decision.decision,
-                            str(decision.rule) if decision.rule else None, decision.reason)
-            outcome = Outcome(refusal, True) if refusal else \
-                (yield from self.run_tool(call, arguments))
-        outcome = replace(outcome, content=mask(
-            outcome.content if outcome.content.strip() else "(no output)"))
-        self.totals["tool_failures"] += outcome.is_error
-        if decision:
-            yield ToolEnd(call.id, call.name, outcome.is_error, outcome.content,
-                          round(time.monotonic() - started, 3))
+            outcome = yield from self.run_tool(call, arguments)
+        outcome = replace(outcome, content=mask(outcome.content.strip("\n") or "(no output)"))
         self.audit(call, decision, outcome)
-        yield from self.record(ToolResultMessage(call.id, call.name, outcome.content,
-                                                 outcome.is_error, outcome.details))
-        if decision and decision.decision == "allow":
+        yield ToolEnd(call.id, call.name, outcome.is_error, outcome.content,
+                      round(time.monotonic() - started, 3))
+        if not refusal:
             yield from self.warnings_of(self.hooks.call("after_tool", call.name, arguments,
                                                         outcome.content))
+        return outcome
 
     def judge(self, call: ToolCall) -> tuple[Decision, dict, str]:
         """(the decision, the checked arguments, the refusal for the model or "")
@@ -3204,10 +3194,10 @@ class Screen:
                 self.end_line()
             case ToolStart():
                 what = call_in_short(event.name, event.arguments)
-                denied = "" if event.decision == "allow" else f"  ({event.decision}: {event.reason})"
+                denied = "" if event.decision == "allow" else f"  ({event.reason})"
                 self.say(f"- {what}{denied}", BOLD if not denied else RED)
             case ToolEnd(is_error=is_error, content=content, seconds=seconds):
-                first = brief(next((line for line in content.splitlines() if line.strip()), ""), 100)
+                first = brief(next(filter(str.strip, content.splitlines()), ""), 100)
                 self.say(f"  {'failed' if is_error else 'ok'}, {seconds:.1f} s: {first}",
                          RED if is_error else DIM)
             case MessageEnd(ToolResultMessage(details={"diff": diff})):
@@ -3311,10 +3301,35 @@ def watch(agent: Agent, task: str, show: Callable[[Event], None]) -> RunSettled:
 # What a person types in the chat after a slash: a table of small functions. Each gets the chat and
 # the rest of the line. Its docstring is its help. A line with an unknown command is not sent.
 
+def one_of(what: str, text: str, names: Iterable[str]) -> str:
+    """The text, if it is one of the names; else UsageError."""
+    if text not in names:
+        raise UsageError(f"there is no {what} {brief(text, 60)!r}",
+                         f"choose one of {', '.join(names)}")
+    return text
+
+
+def ready(provider: Provider) -> Provider:
+    """The provider, if it can be used: its key is set. Else UsageError."""
+    own = PROVIDERS.get(provider.name)
+    if provider.key_env and own and not provider.key() and provider.base_url == own.base_url:
+        raise UsageError(f"{provider.name} needs a key and {provider.key_env} is not set",
+                         f"set {provider.key_env} in the environment or in .env beside this file")
+    return provider
+
+
+def describe(agent: Agent) -> str:
+    """What is set, in a line."""
+    sandbox = {"off": "no sandbox", "none": "no sandbox works here: commands are asked about",
+               "require": "commands need a sandbox, and none works here"}[agent.sandbox]
+    return (f"tiny_agent {VERSION}: {agent.provider.name} {agent.provider.model}, "
+            f"mode {agent.mode}, {sandbox}, in {agent.workspace.root}")
+
+
 COMMANDS: dict[str, Callable[["Chat", str], None]] = {}
 
 
-def command(function: Callable) -> Callable:
+def slash(function: Callable) -> Callable:
     """Puts a function into COMMANDS under its name, without what follows an underscore."""
     COMMANDS["/" + function.__name__.partition("_")[0]] = function
     return function
@@ -3330,7 +3345,7 @@ class Chat:
     def run(self) -> None:
         """Reads lines until the person leaves."""
         with contextlib.suppress(ImportError):
-            import readline                  # line editing; where there is none, input() still works
+            import readline                  # where there is none, input() works all the same
             readline.set_history_length(1000)
         self.screen.say("Type a task, or /help. Ctrl-D leaves, Ctrl-C stops a task.", DIM)
         while not self.leaving:
@@ -3371,7 +3386,7 @@ class Chat:
             watch(self.agent, text.encode("utf-8", "replace").decode(), self.screen.show)
 
 
-@command
+@slash
 def help_(chat: Chat, rest: str) -> None:
     """/help: what can be typed"""
     for function in COMMANDS.values():
@@ -3379,7 +3394,7 @@ def help_(chat: Chat, rest: str) -> None:
     chat.screen.say('  A block between two lines of """ is one message.')
 
 
-@command
+@slash
 def mode_(chat: Chat, rest: str) -> None:
     """/mode [plan|ask|auto]: what may be done without asking"""
     if rest:
@@ -3388,7 +3403,7 @@ def mode_(chat: Chat, rest: str) -> None:
         chat.screen.say(f"{'*' if name == chat.agent.mode else ' '} {name:5} {meaning}")
 
 
-@command
+@slash
 def provider_(chat: Chat, rest: str) -> None:
     """/provider [NAME]: who answers"""
     if rest:
@@ -3400,7 +3415,7 @@ def provider_(chat: Chat, rest: str) -> None:
         chat.screen.say(f"{mark} {name:11} {provider.model:28} {key}")
 
 
-@command
+@slash
 def model_(chat: Chat, rest: str) -> None:
     """/model [NAME]: which model of the provider answers"""
     if rest:
@@ -3408,7 +3423,7 @@ def model_(chat: Chat, rest: str) -> None:
     chat.screen.say(f"model: {chat.agent.provider.model}")
 
 
-@command
+@slash
 def status_(chat: Chat, rest: str) -> None:
     """/status: what is set, and where the session lies"""
     agent = chat.agent
@@ -3417,7 +3432,7 @@ def status_(chat: Chat, rest: str) -> None:
         chat.screen.say(line)
 
 
-@command
+@slash
 def new_(chat: Chat, rest: str) -> None:
     """/new: a new session; the old one stays in its file"""
     chat.agent.session.close()
@@ -3425,7 +3440,7 @@ def new_(chat: Chat, rest: str) -> None:
     chat.screen.say("A new session.")
 
 
-@command
+@slash
 def exit_(chat: Chat, rest: str) -> None:
     """/exit: leave (so do exit, quit and Ctrl-D)"""
     chat.leaving = True
@@ -3472,14 +3487,6 @@ def read_env_file(path: Path) -> dict[str, str]:
     return found
 
 
-def one_of(what: str, text: str, names: Iterable[str]) -> str:
-    """The text, if it is one of the names; else UsageError."""
-    if text not in names:
-        raise UsageError(f"there is no {what} {brief(text, 60)!r}",
-                         f"choose one of {', '.join(names)}")
-    return text
-
-
 def whole_number(what: str, text: str) -> int:
     """The text as a number above 0; else UsageError."""
     if not re.fullmatch(r"[0-9]{1,9}", str(text)) or int(text) < 1:
@@ -3497,15 +3504,6 @@ def rule_of(decision: str, text: str) -> Rule:
     return Rule(decision, name, pattern)
 
 
-def ready(provider: Provider) -> Provider:
-    """The provider, if it can be used: its key is set. Else UsageError."""
-    own = PROVIDERS.get(provider.name)
-    if provider.key_env and own and not provider.key() and provider.base_url == own.base_url:
-        raise UsageError(f"{provider.name} needs a key and {provider.key_env} is not set",
-                         f"set {provider.key_env} in the environment or in .env beside this file")
-    return provider
-
-
 def ollama_runs() -> bool:
     """Does an Ollama server answer on this machine?"""
     import socket
@@ -3513,14 +3511,6 @@ def ollama_runs() -> bool:
         socket.create_connection(("127.0.0.1", 11434), timeout=0.2).close()
         return True
     return False
-
-
-def describe(agent: Agent) -> str:
-    """What is set, in a line."""
-    sandbox = {"off": "no sandbox", "none": "no sandbox works here: commands are asked about",
-               "require": "commands need a sandbox, and none works here"}[agent.sandbox]
-    return (f"tiny_agent {VERSION}: {agent.provider.name} {agent.provider.model}, mode {agent.mode}, "
-            f"{sandbox}, in {agent.workspace.root}")
 
 
 class Settings:
@@ -3536,8 +3526,8 @@ class Settings:
             parser.add_argument(*flags.split("/"), metavar=metavar, help=f"{text} ({variable})")
         parser.add_argument("--max-steps", metavar="N", default="30", help="turns at the most (30)")
         for decision in ("allow", "ask", "deny"):
-            parser.add_argument(f"--{decision}", metavar="TOOL:PATTERN", action="append", default=[],
-                                help="one more rule; repeatable")
+            parser.add_argument(f"--{decision}", metavar="TOOL:PATTERN", action="append",
+                                default=[], help="one more rule; repeatable")
         parser.add_argument("--no-session", action="store_true", help="keep nothing")
         parser.add_argument("--json", action="store_true", help="stdout: one event a line")
         parser.add_argument("-c", "--continue", dest="go_on", action="store_true",
@@ -3545,7 +3535,9 @@ class Settings:
         parser.add_argument("-r", "--resume", metavar="ID|FILE", help="go on with this session")
         parser.add_argument("--version", action="version", version=f"tiny_agent {VERSION}")
         parser.add_argument("task", metavar="TASK", nargs="*", help="what to do")
-        self.flags = parser.parse_intermixed_args(words)
+        dashes = words.index("--") if "--" in words else len(words)
+        self.flags = parser.parse_intermixed_args(words[:dashes])
+        self.flags.task += words[dashes + 1:]
         for name, value in read_env_file(Path(__file__).resolve().with_name(".env")).items():
             os.environ.setdefault(name, value)
         for provider in PROVIDERS.values():
@@ -3589,7 +3581,7 @@ class Settings:
                      if isinstance(e.message, AssistantMessage)), None)
         if base_url and not name:
             key_env = "AGENT_API_KEY" if os.environ.get("AGENT_API_KEY") else None
-            return Provider("custom", base_url.rstrip("/"), model or "default", key_env), "--base-url"
+            return Provider("custom", base_url.rstrip("/"), model or "default", key_env), "its URL"
         if name:
             return ready(PROVIDERS[one_of("provider", name, PROVIDERS)].using(model, base_url)), \
                 "it was named"
@@ -3631,7 +3623,7 @@ def main(words: list[str] | None = None) -> int:
             stream.reconfigure(encoding="utf-8", errors="replace")
     screen = Screen(sys.stdout, sys.stderr)
     try:
-        return start(Settings(sys.argv[1:] if words is None else words), screen)
+        return run_program(Settings(sys.argv[1:] if words is None else words), screen)
     except AgentError as error:
         screen.say(f"tiny_agent: {error.message}", RED)
         if error.hint:
@@ -3644,7 +3636,7 @@ def main(words: list[str] | None = None) -> int:
         return 1
 
 
-def start(settings: Settings, screen: Screen) -> int:
+def run_program(settings: Settings, screen: Screen) -> int:
     """Puts the parts together and runs a task or a chat; returns the exit status."""
     task = settings.task()
     if not task and not can_ask():
