@@ -943,6 +943,7 @@ CALL_TEXT = re.compile(r"""\s*(?:
   )\s*""", re.S | re.X)
 CALL_START = re.compile(r"<tool_call>|<function=|<\|start\|>assistant<\|channel\|>|<\|channel\|>|"
                         r"```(?:json|tool_call)?\s*\{|\A\s*\{")
+MAY_BE_CALL = re.compile(r"\s*(\{|```(json|tool_call)|`{1,3}[a-z_]{0,9}\Z)")
 MAY_OPEN = re.compile(r"<tool_call>|<function=|<\|\w|</think>|<[\w/|]{0,11}\Z")
 
 
@@ -999,8 +1000,9 @@ class Reply:
                 not "<think>".startswith(self.held.strip()[:7]):
             self.place = "answer"
         if self.place == "start" and self.held.lstrip().startswith("<think>"):
-            self.place, self.held = "thought", self.held.lstrip()[7:].lstrip("\n")
+            self.place, self.held = "thought", self.held.lstrip()[7:]
         if self.place == "thought":
+            self.held = self.held if self.thinking else self.held.lstrip()
             thought, end, rest = self.held.partition("</think>")
             cut = len(thought) if end else (re.search(r"(<[/a-z]{0,7})?\Z", thought)).start()
             yield from self.add_thinking(thought[:cut])
@@ -1015,7 +1017,7 @@ class Reply:
 
     def settled(self) -> int:
         """How far the content can be shown: not past what may turn out to be a call or a tag."""
-        if self.names and re.match(r"\s*(\{|```json|```tool_call)", self.content):
+        if self.names and MAY_BE_CALL.match(self.content):
             return 0
         found = MAY_OPEN.search(self.content, self.sent)
         return found.start() if found else len(self.content)
@@ -2217,6 +2219,7 @@ class Workspace:
         except queue.Empty:
             said = said or f"stopped, its time limit of {timeout} s was over"
         except KeyboardInterrupt:
+            self.abort.set()
             said = "stopped, interrupted by the person"
         finally:
             end_command(process)
@@ -2866,7 +2869,8 @@ class Agent:
             tools=[tool_schema(function) for function in self.tools.values()])
         if self.home and session.path:
             self.workspace.outputs = self.home / "outputs" / session.path.stem
-        self.warned: set[str] = set()
+        self.warned: set[str] = set()        # what was said once and need not be said again
+        self.problem = ""                    # why the audit cannot be written, if it cannot
         self.totals: dict = {}
 
     def stop(self) -> None:
@@ -2884,12 +2888,12 @@ class Agent:
                        "cached_tokens": 0, "cost": None, "seconds": 0.0}
         yield RunStart(self.session.file, self.provider.name, self.provider.model, self.mode,
                        str(self.workspace.root))
-        yield from self.warnings_of(self.hooks.call("run_start", task))
+        yield from self.warnings(self.hooks.call("run_start", task)[1])
         mode = told_mode(self.session.active_path(), self.told.get("mode", self.mode))
         yield from self.record(UserMessage(
             task + (MODE_NOTE.format(self.mode) if mode != self.mode else "")))
         reason, error = yield from self.turns()
-        yield from self.warnings_of(self.hooks.call("run_end", reason))
+        yield from self.warnings(self.hooks.call("run_end", reason)[1])
         yield RunEnd(reason, error)
         self.totals["seconds"] = round(time.monotonic() - started, 3)
         yield RunSettled(reason, error, self.answer, self.session.file, dict(self.totals))
@@ -2918,12 +2922,11 @@ class Agent:
         self.session.append(message)
         yield MessageStart(message)
         yield MessageEnd(message)
-        yield from self.warnings_of(([], [self.session.problem] if self.session.problem else []))
 
-    def warnings_of(self, outcome: tuple[list[str], list[str]]) -> Iterator[Event]:
+    def warnings(self, problems: Iterable[str]) -> Iterator[Event]:
         """Each problem as a warning, once a session."""
-        for problem in outcome[1]:
-            if problem not in self.warned:
+        for problem in problems:
+            if problem and problem not in self.warned:
                 self.warned.add(problem)
                 yield Warned(problem)
 
@@ -2976,6 +2979,7 @@ class Agent:
         if begun:
             self.session.append(message)
             yield MessageEnd(message)
+        yield from self.warnings([self.session.problem, self.problem])
         return message, error, begun
 
     def count(self, usage: Usage | None) -> None:
@@ -3036,8 +3040,8 @@ class Agent:
         yield ToolEnd(call.id, call.name, outcome.is_error, outcome.content,
                       round(time.monotonic() - started, 3))
         if not refusal:
-            yield from self.warnings_of(self.hooks.call("after_tool", call.name, arguments,
-                                                        outcome.content))
+            yield from self.warnings(self.hooks.call("after_tool", call.name, arguments,
+                                                     outcome.content)[1])
         return outcome
 
     def judge(self, call: ToolCall) -> tuple[Decision, dict, str]:
@@ -3120,8 +3124,7 @@ class Agent:
             finally:
                 os.close(handle)
         except OSError as error:
-            self.session.problem = self.session.problem or \
-                f"the audit cannot be written: {error.strerror}"
+            self.problem = f"the audit cannot be written: {error.strerror}"
 
 
 # ─── Showing events ──────────────────────────────────────────────────────────────────────────────
@@ -3266,10 +3269,10 @@ def asker(agent: Agent, screen: Screen) -> Callable[[Question], bool | str]:
         screen.say(f"- {question.name}: {question.reason}", BOLD)
         for line in fold(visible(question.preview)).split("\n"):
             screen.say(f"  | {line}")
-        print("  allow? [y/N] ", end="", file=sys.stderr, flush=True)
         with contextlib.suppress(ImportError, OSError):
-            import termios
+            import termios                   # what was typed before the question does not count
             termios.tcflush(sys.stdin, termios.TCIFLUSH)
+        print("  allow? [y/N] ", end="", file=sys.stderr, flush=True)
         try:
             with interrupts(signal.default_int_handler):
                 answer = sys.stdin.readline()

@@ -1,0 +1,2428 @@
+# SPDX-License-Identifier: MIT
+"""Tests of tiny_agent.py, in the order and under the titles of its sections.
+
+Pure parts are tables. The loop is compared as a whole trace. HTTP is tested against a real server
+on 127.0.0.1 that replays bytes; files, shells and terminals are real. `make test` runs them all;
+`python3 test_tiny_agent.py bench` measures instead.
+"""
+import ast
+import contextlib
+import datetime
+import gzip
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import typing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+import tiny_agent as ta
+from tiny_agent import (AssistantMessage, Failed, Provider, ProviderError, Rule, ScriptedProvider,
+                        Session, ToolCall, ToolError, ToolResultMessage, UserMessage, Workspace)
+
+HERE = Path(__file__).resolve().parent
+PROGRAM = HERE / "tiny_agent.py"
+SOURCE = PROGRAM.read_text("utf-8")
+KEY = "sk-test-canary-7351"
+posix = pytest.mark.skipif(os.name != "posix", reason="needs a POSIX system")
+
+
+# ─── Helpers ─────────────────────────────────────────────────────────────────────────────────────
+
+def run_agent(replies, folder, task="go", *, mode="auto", watch=lambda event, agent: None, **more):
+    """(the events of a run with a scripted model, the agent)"""
+    provider = replies if isinstance(replies, Provider) else ScriptedProvider(replies)
+    agent = ta.Agent(provider, Workspace(folder), mode=mode, **more)
+    events = []
+    for event in agent.run(task):
+        events.append(event)
+        watch(event, agent)
+    return events, agent
+
+
+def trace(events) -> str:
+    """A short line an event."""
+    def line(event) -> str:
+        match event:
+            case ta.MessageStart(message) | ta.MessageEnd(message):
+                what = message.role
+                if isinstance(event, ta.MessageEnd) and what == "assistant":
+                    what += f" {message.stop_reason}"
+                return f"{event.type} {what}"
+            case ta.ToolStart():
+                return f"tool_start {event.name} {event.decision}"
+            case ta.ToolEnd():
+                return f"tool_end {event.name} {'error' if event.is_error else 'ok'}"
+            case ta.Retry():
+                return f"retry {event.attempt} {event.error['kind']}"
+            case ta.RunEnd(reason, error):
+                return f"run_end {reason}{' ' + error['kind'] if error else ''}"
+        return event.type
+    return "\n".join(line(event) for event in events
+                     if not isinstance(event, (ta.TextDelta, ta.ToolcallDelta, ta.ToolOutput)))
+
+
+def of(kind, events):
+    """The events of a class."""
+    return [event for event in events if isinstance(event, kind)]
+
+
+def results(agent) -> list[str]:
+    """The contents of the tool results on the branch."""
+    return [e.message.content for e in agent.session.active_path()
+            if isinstance(e.message, ToolResultMessage)]
+
+
+class Server:
+    """Replays replies on a port of its own; `requests` holds (path, headers, body) of each.
+
+    A reply is a dict: status, headers, chunks (bytes, each sent as one HTTP chunk), and end: "eof",
+    "cut" (no last chunk) or "stall". The last one repeats.
+    """
+
+    def __init__(self, *replies):
+        self.replies, self.requests, self.closing = list(replies), [], threading.Event()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def log_message(self, *arguments):
+                pass
+
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                server.requests.append((self.path, self.headers, json.loads(body or b"null")))
+                reply = server.replies.pop(0) if len(server.replies) > 1 else server.replies[0]
+                with contextlib.suppress(OSError):
+                    self.play(reply)
+
+            do_GET = do_POST
+
+            def play(self, reply):
+                self.send_response(reply.get("status", 200))
+                for name, value in {"Content-Type": "text/event-stream",
+                                    **reply.get("headers", {})}.items():
+                    self.send_header(name, value)
+                self.send_header("Transfer-Encoding", "chunked")
+                self.end_headers()
+                for piece in reply.get("chunks", ()):
+                    self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+                if reply.get("end") == "stall":
+                    server.closing.wait(30)
+                self.close_connection = True
+                if reply.get("end", "eof") == "eof":
+                    self.wfile.write(b"0\r\n\r\n")
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.root = f"http://127.0.0.1:{self.http.server_address[1]}"
+        self.url = self.root + "/v1"
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self):
+        self.closing.set()
+        self.http.shutdown()
+        self.http.server_close()
+
+    def body(self, number=-1) -> dict:
+        return self.requests[number][2]
+
+
+@pytest.fixture
+def serve():
+    """A function that starts a Server; all are closed after the test."""
+    servers = []
+
+    def start(*replies):
+        servers.append(Server(*replies))
+        return servers[-1]
+    yield start
+    for server in servers:
+        server.close()
+
+
+def sse(*objects) -> bytes:
+    return b"".join(b"data: " + (o.encode() if isinstance(o, str) else json.dumps(o).encode())
+                    + b"\n\n" for o in objects)
+
+
+def delta(finish=None, **fields) -> dict:
+    return {"choices": [{"index": 0, "delta": fields, "finish_reason": finish}]}
+
+
+def call_delta(index=None, id=None, name=None, arguments=None, **more) -> dict:
+    call = {"index": index, "id": id, "function": {"name": name, "arguments": arguments}, **more}
+    return delta(tool_calls=[{k: v for k, v in call.items() if v is not None}])
+
+
+def stream_of(*objects, **more) -> dict:
+    return {"chunks": [sse(*objects)], **more}
+
+
+def says(text="fine", finish="stop") -> dict:
+    return stream_of(delta(content=text), delta(finish), "[DONE]")
+
+
+def error_reply(status, body, **headers) -> dict:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return {"status": status, "chunks": [data] if data else [],
+            "headers": {"Content-Type": "application/json", **headers}}
+
+
+TOOLS = [ta.tool_schema(function) for function in Workspace(".").tools().values()]
+
+
+def ask(provider, messages=(UserMessage("hi"),), tools=TOOLS, abort=None):
+    """(the deltas, the Done or Failed) of one request."""
+    *events, end = provider.stream("system", list(messages), tools, abort)
+    return events, end
+
+
+def host(server, name="custom", **habits) -> Provider:
+    return Provider(name, server.url, "m", **habits)
+
+
+def received(server, **habits) -> AssistantMessage:
+    """The message that a server's reply becomes; fails on an error."""
+    _, end = ask(host(server, **habits))
+    assert isinstance(end, ta.Done), end
+    return end.message
+
+
+def refused(server, **habits) -> ProviderError:
+    _, end = ask(host(server, **habits))
+    assert isinstance(end, Failed), end
+    return end.error
+
+
+def cli(folder, *words, stdin="", env=(), timeout=30):
+    """Runs the program as a process in a folder, with a home there and no keys."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "LANG": "C.UTF-8",
+                   "AGENT_HOME": str(folder / "home"), **dict(env)}
+    if os.name != "posix":
+        environment = {**os.environ, **environment}
+    return subprocess.run([sys.executable, str(PROGRAM), *map(str, words)], cwd=folder, text=True,
+                          input=stdin, capture_output=True, env=environment, timeout=timeout,
+                          encoding="utf-8")
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Own waits of no length, so that retries cost no time."""
+    monkeypatch.setattr(ta, "WAITS", (0, 0, 0, 0))
+
+
+@pytest.fixture(autouse=True)
+def own_secrets(monkeypatch):
+    monkeypatch.setattr(ta, "SECRETS", set())
+    for provider in ta.PROVIDERS.values():
+        if provider.key_env:
+            monkeypatch.delenv(provider.key_env, raising=False)
+
+
+# ─── Messages and events ─────────────────────────────────────────────────────────────────────────
+
+MESSAGES = {
+    "user": UserMessage("hi ‮ \ud83d"),
+    "assistant": AssistantMessage(
+        "a", (ToolCall("1", "note", {"text": "x"}), ToolCall("2", "note", None, "{bad")), "hm",
+        "tool_use", None, ta.Usage(1, 2, 3, 0.5), "groq", "m", {"groq": {"x": [1]}}),
+    "tool result": ToolResultMessage("1", "note", "done", True, {"diff": "+a"})}
+
+
+@pytest.mark.parametrize("message", MESSAGES.values(), ids=MESSAGES)
+def test_a_message_survives_json(message):
+    assert ta.from_json(json.loads(json.dumps(ta.to_json(message)))) == message
+
+
+@pytest.mark.parametrize("data", [{}, {"role": "tool"}, {"role": "user", "content": ["x"]}])
+def test_what_is_no_message_is_refused(data):
+    with pytest.raises(ValueError):
+        ta.from_json(data)
+
+
+def test_unknown_and_missing_fields_of_a_message_do_not_matter():
+    assert ta.from_json({"role": "assistant", "content": None, "refusal": None, "audio": 1}) == \
+        AssistantMessage()
+
+
+@pytest.mark.parametrize("text, shown", [
+    ("plain é 日本", "plain é 日本"), ("a\x1b[2Jb", "a\\x1b[2Jb"), ("a\rb", "a\\rb"),
+    ("a\r\nb\tc", "a\nb\tc"), ("x\u202ey", "x\\u202ey"), ("x\u200by", "x\\u200by"),
+    ("\x9b", "\\x9b"), ("\x7f", "\\x7f"), ("\U000e0041", "\\U000e0041")])
+def test_what_cannot_be_seen_is_made_visible(text, shown):
+    assert ta.visible(text) == shown
+
+
+@pytest.mark.parametrize("text, shown", [
+    ("<html><head><title>Sign in</title></head><body>203.0.113.7</body></html>", "Sign in"),
+    ("<!DOCTYPE html><body><h1>401 No</h1></body>", "401 No"),
+    ("a\n\n  b", "a b"), ("x" * 300, "x" * 199 + "…")])
+def test_brief_is_one_short_line_without_markup(text, shown):
+    assert ta.brief(text) == shown
+
+
+# ─── HTTP and event streams ──────────────────────────────────────────────────────────────────────
+
+BODY = ("﻿: hello\r\nevent: x\rdata: {\"é\":\ndata: 1}\r\n\r\nid: 4\ndata:no blank\n\n"
+        "\n\nerror: {\"a\":2}\n\ndata: last").encode()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, len(BODY)])
+def test_event_streams_are_read_by_their_grammar_wherever_they_are_cut(size):
+    pieces = [BODY[i:i + size] for i in range(0, len(BODY), size)]
+    assert list(ta.server_events(pieces)) == [
+        ("x", '{"é":\n1}'.encode()), ("", b"no blank"), ("error", b'{"a":2}'), ("", b"last")]
+
+
+def test_long_lines_take_time_in_proportion():
+    """The number of joined bytes is what would grow with the square of the length."""
+    line = b"x" * 65536
+    assert len(next(ta.lines(line for _ in range(200)))) == 200 * 65536
+
+
+CUTS = {"whole": 10 ** 6, "a byte at a time": 1, "three bytes": 3, "inside characters": 5}
+
+
+@pytest.mark.parametrize("size", CUTS.values(), ids=CUTS)
+def test_a_stream_may_be_cut_anywhere(serve, size):
+    data = sse(delta(role="assistant", content=""), delta(reasoning_content="grübeln "),
+               delta(content="日本 "), delta(content="é😀"), call_delta(0, "c1", "note", '{"te'),
+               call_delta(0, None, None, 'xt":"ü"}'), delta("tool_calls"),
+               {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}}, "[DONE]")
+    message = received(serve({"chunks": [data[i:i + size] for i in range(0, len(data), size)]}))
+    assert (message.content, message.thinking) == ("日本 é😀", "grübeln ")
+    assert message.tool_calls == (ToolCall("c1", "note", {"text": "ü"}),)
+    assert (message.stop_reason, message.usage) == ("tool_use", ta.Usage(5, 2))
+
+
+WHOLE = {"choices": [{"message": {"role": "assistant", "content": "whole"},
+                      "finish_reason": "stop"}], "usage": {"prompt_tokens": 3}}
+BODIES = {
+    "JSON where a stream was asked for": [json.dumps(WHOLE).encode()],
+    "blank lines before the JSON": [b"\n\n\r\n ", json.dumps(WHOLE).encode()],
+    "a byte order mark before the JSON": [b"\xef\xbb\xbf" + json.dumps(WHOLE).encode()],
+    "no end mark after the finish reason": [sse(delta(content="whole"), delta("stop"))],
+    "an end mark without a finish reason": [sse(delta(content="whole"), "[DONE]")],
+    "CR alone ends lines": [sse(delta(content="whole"), delta("stop")).replace(b"\n", b"\r")],
+    "no blank line at the end": [sse(delta(content="whole", finish="stop")).rstrip()
+                                 + b"\n\n" + sse(delta("stop")).rstrip()],
+    "comments in between": [b": hi\n\n", sse(delta(content="whole")), b":\n", sse(delta("stop"))]}
+
+
+@pytest.mark.parametrize("chunks", BODIES.values(), ids=BODIES)
+def test_replies_that_are_whole(serve, chunks):
+    assert received(serve({"chunks": chunks})).content == "whole"
+
+
+def test_a_squeezed_reply_is_inflated(serve):
+    data = gzip.compress(sse(delta(content="zip"), delta("stop")))
+    server = serve({"chunks": [data[:9], data[9:]], "headers": {"Content-Encoding": "gzip"}})
+    assert received(server).content == "zip"
+
+
+def test_a_connection_left_open_after_the_finish_reason_does_not_hold(serve, monkeypatch):
+    monkeypatch.setitem(ta.PATIENCE, "end", 0.1)
+    assert received(serve(stream_of(delta(content="x"), delta("stop"), end="stall"))).content == "x"
+
+
+CUT_SHORT = {
+    "cut in the middle": stream_of(delta(content="Ha"), end="cut"),
+    "a clean end without an end mark": stream_of(delta(content="Ha")),
+    "nothing at all": {"chunks": []},
+    "not JSON, not a stream": {"chunks": [b"oops"]},
+    "a login page": {"chunks": [b"<html><title>Sign in</title></html>"]}}
+
+
+@pytest.mark.parametrize("reply", CUT_SHORT.values(), ids=CUT_SHORT)
+def test_what_ends_early_is_a_network_error(serve, reply):
+    assert refused(serve(reply)).kind == "network"
+
+
+@pytest.mark.parametrize("limit", ["byte", "event"])
+def test_waiting_has_limits(serve, monkeypatch, limit):
+    monkeypatch.setitem(ta.PATIENCE, limit, 0.2)
+    events, end = ask(host(serve(stream_of(delta(content="Half"), end="stall"))))
+    assert (end.error.kind, end.error.attempts, end.message.content) == ("network", 5, "Half")
+
+
+STAGES = {"before the first byte": {"end": "stall", "chunks": [], "headers": {}},
+          "in the middle": stream_of(delta(content="x"), end="stall")}
+
+
+@pytest.mark.parametrize("reply", STAGES.values(), ids=STAGES)
+def test_an_abort_from_another_thread_ends_the_wait_at_once(serve, reply):
+    abort = ta.Abort()
+    threading.Timer(0.2, abort.set).start()
+    started = time.monotonic()
+    _, end = ask(host(serve(reply)), abort=abort)
+    assert (end.error.kind, end.message.stop_reason) == ("aborted", "aborted")
+    assert time.monotonic() - started < 10          # the server would stall for 30 s
+
+
+def test_an_abort_before_the_request_sends_nothing(serve):
+    server, abort = serve(says()), ta.Abort()
+    abort.set()
+    assert ask(host(server), abort=abort)[1].error.kind == "aborted"
+    assert server.requests == []
+
+
+def test_a_redirect_is_not_followed(serve):
+    other = serve(says())
+    error = refused(serve({"status": 302, "headers": {"Location": f"{other.url}/x"}}))
+    assert (error.kind, other.requests) == ("invalid_request", [])
+    assert other.url in error.hint
+
+
+def test_this_machine_is_never_reached_through_a_proxy(serve, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert received(serve(says())).content == "fine"
+
+
+def test_other_hosts_are_reached_through_the_proxy(serve, monkeypatch):
+    proxy = serve(says("by proxy"))
+    monkeypatch.setenv("http_proxy", proxy.root.replace("//", "//me:secret@"))
+    monkeypatch.delenv("no_proxy", raising=False)
+    _, end = ask(Provider("custom", "http://model.invalid/v1", "m"))
+    path, headers, _ = proxy.requests[0]
+    assert (end.message.content, path) == ("by proxy", "http://model.invalid/v1/chat/completions")
+    assert headers["Proxy-Authorization"] == "Basic bWU6c2VjcmV0"
+    assert headers["Host"] == "model.invalid"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+def test_a_server_that_is_not_there(monkeypatch):
+    _, end = ask(Provider("ollama", f"http://127.0.0.1:{free_port()}/v1", "m"))
+    assert (end.error.kind, end.error.attempts) == ("network", 1)
+    assert "ollama serve" in end.error.hint
+
+
+def test_a_name_that_does_not_resolve():
+    _, end = ask(Provider("custom", "http://no-such-host.invalid/v1", "m"))
+    assert (end.error.kind, end.error.attempts) == ("network", 3)
+
+
+@pytest.mark.parametrize("text, seconds", [
+    ("34s", 34), ("1m2.5s", 62.5), ("260ms", 0.26), ("2m59.56s", 179.56), ("1h", 3600), ("7", 7),
+    ("soon", None), ("", None), ("1.2.3s", None)])
+def test_durations(text, seconds):
+    assert ta.seconds_of(text) == seconds
+
+
+# name: (status, body, headers) -> (kind, attempts, delay), and words of message or hint
+REFUSALS = {
+    "wrong key": (401, {"error": {"message": "Bad key"}}, {}, "auth", 1, None, "Bad key"),
+    "wrong key, as a page": (401, b"<html><h1>Stop</h1></html>", {}, "auth", 1, None, "Stop"),
+    "User-Agent blocked": (403, b"error code: 1010", {}, "auth", 1, None, "User-Agent"),
+    "no credit": (402, {"error": {"message": "Pay", "code": 402}}, {}, "auth", 1, None, "credit"),
+    "quota is not waited for": (429, {"error": {"message": "x", "code": "insufficient_quota"}},
+                                {"Retry-After": "5"}, "auth", 1, 5, "credit"),
+    "Gemini's quota text is a rate limit": (
+        429, [{"error": {"code": 429, "message": "You exceeded your current quota",
+                         "details": [{"retryDelay": "34s"}]}}], {}, "rate_limit", 5, 34, "quota"),
+    "rate, seconds": (429, {}, {"Retry-After": "2.5"}, "rate_limit", 5, 2.5, ""),
+    "rate, milliseconds first": (429, {}, {"retry-after-ms": "700", "Retry-After": "9"},
+                                 "rate_limit", 5, 0.7, ""),
+    "rate, in the text": (429, {"error": {"message": "Please try again in 1m2s."}}, {},
+                          "rate_limit", 5, 62, "try again"),
+    "rate, nonsense": (429, {}, {"Retry-After": "-3"}, "rate_limit", 5, None, ""),
+    "rate, of the one that is used up": (
+        429, {}, {"x-ratelimit-remaining-tokens": "3", "x-ratelimit-reset-tokens": "1s",
+                  "x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "9s"},
+        "rate_limit", 5, 9, ""),
+    "a day's quota": (429, {"error": {"message": "free-models-per-day"}}, {}, "rate_limit", 1,
+                      None, "quota"),
+    "too large for a minute": (429, {"error": {"message": "Request too large: Limit 30, "
+                                                          "Requested 90"}}, {}, "overflow", 1, None,
+                               "large"),
+    "413": (413, {"error": "entity too large"}, {}, "overflow", 1, None, ""),
+    "no body": (400, b"", {}, "overflow", 1, None, ""),
+    "upstream overflow": (400, {"error": {"message": "Provider returned error", "metadata": {
+        "raw": json.dumps({"error": {"message": "maximum context length is 8192 tokens"}})}}}, {},
+                          "overflow", 1, None, "8192"),
+    "an echo is not the fault": (400, {"message": "bad text: 'error 429 rate limit'"}, {},
+                                 "invalid_request", 1, None, ""),
+    "model missing": (404, {"error": {"message": "model 'x' not found"}}, {}, "invalid_request", 1,
+                      None, "-m"),
+    "no tools": (400, {"error": "x does not support tools"}, {}, "invalid_request", 1, None,
+                 "use tools"),
+    "wrong address": (404, b"", {}, "invalid_request", 1, None, "base URL"),
+    "server": (500, {"error": {"message": "boom"}}, {}, "server", 5, None, "boom"),
+    "overloaded": (529, {"type": "error", "error": {"type": "overloaded_error", "message": "Busy"}},
+                   {}, "server", 5, None, "Busy"),
+    "the server says no retry": (500, {}, {"x-should-retry": "false"}, "server", 1, None, ""),
+    "the server says retry": (409, {}, {"x-should-retry": "true"}, "invalid_request", 5, None, ""),
+    "loading": (503, {"error": {"message": "Loading model"}}, {}, "server", 5, 15, "Loading"),
+    "a fault dressed as 400": (400, {"detail": "DEGRADED function cannot be invoked"}, {},
+                               "server", 5, None, "DEGRADED"),
+    "tool_use_failed": (400, {"error": {"message": "x", "code": "tool_use_failed"}}, {},
+                        "invalid_request", 3, 0, ""),
+    "FastAPI": (422, {"detail": [{"msg": "field required"}]}, {}, "invalid_request", 1, None,
+                "field required"),
+    "a message that is an object": (422, {"object": "error", "message": {"detail": "odd"}}, {},
+                                    "invalid_request", 1, None, "odd"),
+    "a page of many kB": (524, b"<!DOCTYPE html><title>524: timeout</title>" + b"<p>1.2.3.4" * 2000,
+                          {}, "server", 5, None, "524"),
+    "not an object": (400, b"[]", {}, "overflow", 1, None, "")}
+
+
+@pytest.mark.parametrize("case", REFUSALS.values(), ids=REFUSALS)
+def test_refusals(serve, case):
+    status, body, headers, kind, attempts, delay, words = case
+    error = refused(serve(error_reply(status, body, **headers)))
+    assert (error.kind, error.attempts, error.delay) == (kind, attempts, delay)
+    assert words in error.message + error.hint
+    assert len(error.message) <= 200 and "<" not in error.message
+
+
+def test_an_http_date_is_relative_to_the_reply(serve):
+    def date(seconds):
+        moment = datetime.datetime(2030, 1, 1, tzinfo=datetime.timezone.utc)
+        return (moment + datetime.timedelta(seconds=seconds)).strftime("%a, %d %b %Y %H:%M:%S GMT")
+    error = ta.refusal(429, "{}", {"Date": date(0), "Retry-After": date(30)}, name="x")
+    assert error.delay == 30
+
+
+OVERFLOWS = {
+    "prompt is too long: 205351 tokens > 200000 maximum": 200000,
+    "input length and `max_tokens` exceed context limit: 199759 + 8192 > 200000, decrease": 200000,
+    "Your input exceeds the context window of this model": None,
+    "This model's maximum context length is 128000 tokens. However": 128000,
+    "Please reduce the length of the messages or completion": None,
+    "The input token count (1048577) exceeds the maximum number of tokens allowed (1048576)":
+        1048576,
+    "This model's maximum prompt length is 131072 but the request contains 537812": 131072,
+    "the request exceeds the available context size (8192 tokens)": 8192,
+    "Cannot truncate prompt with n_keep (15028) >= n_ctx (7424)": 7424,
+    "Trying to keep the first 9 tokens when context the overflows": None,
+    "the prompt is longer than the context length currently available": None,
+    "Prompt contains 9 tokens, too large for model with 32768 maximum context length": 32768,
+    "max_tokens must be at least 1, got -186.": None,
+    "exceeded model token limit: 8192": None,
+    "context window exceeds limit": None,
+    "prompt token count of 9 exceeds the limit of 64000": 64000,
+    "Input is too long for requested model.": None}
+
+
+@pytest.mark.parametrize("message, window", OVERFLOWS.items(), ids=[m[:40] for m in OVERFLOWS])
+def test_overflow_is_recognised_and_its_window_read(message, window):
+    error = ta.refusal(400, {"error": {"message": message}}, name="x")
+    assert (error.kind, error.window) == ("overflow", window)
+
+
+IN_STREAM = {
+    "an object": ({"error": {"message": "boom", "type": "server_error"}}, "server"),
+    "a text": ({"error": "boom"}, "server"),
+    "flat": ({"object": "error", "message": "boom", "code": 400}, "invalid_request"),
+    "a number in it": ({"error": {"message": "slow", "code": 429}}, "rate_limit"),
+    "beside choices": ({"error": {"message": "b"}, **delta("error", content="")}, "server"),
+    "x_groq": ({"x_groq": {"error": "over capacity"}, **delta("stop")}, "server"),
+    "a finish reason": (delta("error"), "server"),
+    "the filter": (delta("content_filter"), "invalid_request"),
+    "out of resources": (delta("insufficient_system_resource"), "server"),
+    "window exceeded": (delta("model_context_window_exceeded"), "overflow"),
+    "Anthropic's": ({"type": "error", "error": {"type": "overloaded_error", "message": "Busy"}},
+                    "server")}
+
+
+@pytest.mark.parametrize("after", ["first", "in the middle"])
+@pytest.mark.parametrize("event, kind", IN_STREAM.values(), ids=IN_STREAM)
+def test_errors_inside_an_answer_with_status_200(serve, event, kind, after):
+    before = [delta(content="Half")] if after == "in the middle" else []
+    _, end = ask(host(serve(stream_of(*before, event, "[DONE]"))))
+    assert (end.error.kind, end.message.stop_reason) == (kind, "error")
+    assert end.message.content == ("Half" if before else "")
+
+
+@pytest.mark.parametrize("data", [
+    b"event: error\ndata: {\"message\":\"bad\",\"status_code\":400}\n\n",
+    b"error: {\"message\":\"bad\",\"code\":400}\n\n"], ids=["event: error", "a field error"])
+def test_errors_marked_by_the_stream(serve, data):
+    assert refused(serve({"chunks": [data]})).kind == "invalid_request"
+
+
+SENSELESS = {"choices of numbers": {"choices": [1]}, "a delta that is text": {"choices": [
+    {"index": 0, "delta": "x"}]}, "calls that are text": delta(tool_calls="x"),
+    "usage that is text": {"usage": "much", "choices": [{"delta": {"tool_calls": [3]}}]}}
+
+
+@pytest.mark.parametrize("event", SENSELESS.values(), ids=SENSELESS)
+def test_events_that_make_no_sense_are_the_servers_fault(serve, event):
+    assert refused(serve(stream_of(event, "[DONE]"))).kind == "server"
+
+
+def test_no_key_is_in_an_error(serve, monkeypatch):
+    monkeypatch.setenv("TEST_KEY", KEY)
+    server = serve(error_reply(401, {"error": f"Incorrect key {KEY}"}))
+    _, end = ask(Provider("custom", server.url, "m", "TEST_KEY"))
+    assert server.requests[0][1]["Authorization"] == f"Bearer {KEY}"
+    assert KEY not in str(end) and "[key]" in end.error.message
+    assert "TEST_KEY" in end.error.hint
+
+
+@pytest.mark.parametrize("key", ["sk-é", "sk-a\nb", "sk-\x00c"])
+def test_what_cannot_be_a_key_is_not_sent(monkeypatch, key):
+    with contextlib.suppress(ValueError):       # the system may refuse it before we do
+        monkeypatch.setenv("TEST_KEY", key)
+        _, end = ask(Provider("custom", "http://127.0.0.1:9/v1", "m", "TEST_KEY"))
+        assert (end.error.kind, end.error.attempts) == ("auth", 1)
+
+
+# ─── Providers ───────────────────────────────────────────────────────────────────────────────────
+
+A, B = '{"path": "a"}', '{"path": "b"}'
+# name: (pieces, (id or None for any, name, arguments) of each call)
+ASSEMBLY = {
+    "pieces of two calls, mixed": (
+        [call_delta(0, "c1", "read_file", ""), call_delta(1, "c2", "note", ""),
+         call_delta(0, None, None, '{"path":'), call_delta(1, None, None, "{}"),
+         call_delta(0, None, None, ' "a"}')], [("c1", "read_file", {"path": "a"}), ("c2", "note", {})]),
+    "index 0 for all": ([call_delta(0, "c1", "read_file", A), call_delta(0, "c2", "read_file", B)],
+                        [("c1", "read_file", {"path": "a"}), ("c2", "read_file", {"path": "b"})]),
+    "no index, by id": ([call_delta(None, "c1", "read_file", '{"path"'),
+                         call_delta(None, "c2", "note", "{}"),
+                         call_delta(None, "c1", None, ': "a"}')],
+                        [("c1", "read_file", {"path": "a"}), ("c2", "note", {})]),
+    "no index, no id: the last": ([call_delta(None, "c1", "read_file", '{"pa'),
+                                   call_delta(None, None, None, 'th": "a"}')],
+                                  [("c1", "read_file", {"path": "a"})]),
+    "no index, no id, two whole calls": ([call_delta(None, None, "read_file", A),
+                                          call_delta(None, None, "read_file", B)],
+                                         [(None, "read_file", {"path": "a"}),
+                                          (None, "read_file", {"path": "b"})]),
+    "the same id twice": ([call_delta(0, "c", "note", "{}"), call_delta(1, "c", "note", "{}")],
+                          [("c", "note", {}), (None, "note", {})]),
+    "an id that comes late": ([call_delta(0, None, "note", ""), call_delta(0, "c9", None, "{}")],
+                              [(None, "note", {})]),
+    "name in pieces": ([call_delta(0, "c", "read_", ""), call_delta(0, None, "file", A)],
+                       [("c", "read_file", {"path": "a"})]),
+    "name repeated": ([call_delta(0, "c", "note", "{"), call_delta(0, "c", "note", "}")],
+                      [("c", "note", {})]),
+    "leaked tokens": ([call_delta(0, "c", "functions.note<|channel|>x", "{}")], [("c", "note", {})]),
+    "another letter case": ([call_delta(0, "c", " Note ", "{}")], [("c", "note", {})]),
+    "no name at all": ([call_delta(0, "c", "", "{}"), call_delta(1, "d", "note", "{}")],
+                       [("d", "note", {})]),
+    "an unknown name stays": ([call_delta(0, "c", "fly", "{}")], [("c", "fly", {})]),
+    "arguments as an object": ([call_delta(0, "c", "note", {"text": "x"})],
+                               [("c", "note", {"text": "x"})]),
+    "arguments null": ([call_delta(0, "c", "note", None)], [("c", "note", {})]),
+    "arguments the text null": ([call_delta(0, "c", "note", "null")], [("c", "note", {})]),
+    "arguments encoded twice": ([call_delta(0, "c", "read_file", json.dumps(A))],
+                                [("c", "read_file", {"path": "a"})]),
+    "arguments glued": ([call_delta(0, "c", "read_file", A + B)], [("c", "read_file", None)]),
+    "arguments broken": ([call_delta(0, "c", "read_file", '{"path": "a')], [("c", "read_file", None)]),
+    "arguments a list": ([call_delta(0, "c", "read_file", '["a"]')], [("c", "read_file", None)]),
+    "arguments beyond numbers": ([call_delta(0, "c", "note", '{"text": 1e999}')],
+                                 [("c", "note", None)]),
+    "the old function_call": ([delta(function_call={"name": "note", "arguments": "{}"})],
+                              [(None, "note", {})])}
+
+
+@pytest.mark.parametrize("pieces, calls", ASSEMBLY.values(), ids=ASSEMBLY)
+def test_tool_calls_are_put_together(serve, pieces, calls):
+    message = received(serve(stream_of(*pieces, delta("stop"), "[DONE]")))
+    assert [(c.name, c.arguments) for c in message.tool_calls] == [call[1:] for call in calls]
+    assert all(want in (None, call.id) for (want, _, _), call in zip(calls, message.tool_calls))
+    assert len({call.id for call in message.tool_calls}) == len(calls)
+    assert message.stop_reason == "tool_use"
+    assert all((call.arguments is None) == bool(call.raw_arguments) for call in message.tool_calls)
+
+
+def test_ids_are_unique_over_the_conversation(serve):
+    before = [UserMessage("x"), AssistantMessage("", (ToolCall("call_0", "note", {}),)),
+              ToolResultMessage("call_0", "note", "ok")]
+    server = serve(stream_of(call_delta(0, "call_0", "note", "{}"), delta("tool_calls")))
+    _, end = ask(host(server), before)
+    assert re.fullmatch("[a-z0-9]{9}", end.message.tool_calls[0].id)
+
+
+def test_the_events_of_a_call_agree_and_end(serve):
+    server = serve(stream_of(call_delta(0, "c", "functions.note", '{"text": '),
+                             call_delta(0, None, None, '"x"}'), delta("tool_calls")))
+    events, end = ask(host(server))
+    assert [type(e).__name__ for e in events] == [
+        "ToolcallStart", "ToolcallDelta", "ToolcallDelta", "ToolcallEnd"]
+    assert {getattr(e, "name", "note") for e in events} == {"note"}
+    assert "".join(e.delta for e in of(ta.ToolcallDelta, events)) == '{"text": "x"}'
+    assert events[-1].tool_call == end.message.tool_calls[0]
+
+
+def test_a_call_that_breaks_off_is_ended_too(serve):
+    events, end = ask(host(serve(stream_of(call_delta(0, "c", "note", '{"te'), end="cut"))))
+    assert isinstance(end, Failed) and isinstance(events[-1], ta.ToolcallEnd)
+
+
+NOTE = '{"name": "note", "arguments": {"text": "x"}}'
+# name: (text, finish reason, the text that stays, names of the calls)
+WRITTEN = {
+    "tagged": (f"So:\n<tool_call>{NOTE}</tool_call>", "stop", "So:", ["note"]),
+    "tagged twice": (f"<tool_call>{NOTE}</tool_call>\n<tool_call>{NOTE}</tool_call>", "stop", "",
+                     ["note", "note"]),
+    "parameters for arguments": ('<tool_call>{"name":"note","parameters":{"text":"x"}}</tool_call>',
+                                 "stop", "", ["note"]),
+    "fenced": (f"```json\n{NOTE}\n```", "stop", "", ["note"]),
+    "bare": (NOTE, "stop", "", ["note"]),
+    "function tags": ("<function=note><parameter=text>\nx\n</parameter></function>", "stop", "",
+                      ["note"]),
+    "function in tool_call": ("<tool_call>\n<function=note>\n<parameter=text>x</parameter>\n"
+                              "</function>\n</tool_call>", "stop", "", ["note"]),
+    "harmony": ('<|channel|>commentary to=functions.note <|constrain|>json<|message|>{"text": "x"}',
+                "stop", "", ["note"]),
+    "a quote before a real one": (f"Like `<tool_call>` here:\n<tool_call>{NOTE}</tool_call>", "stop",
+                                  "Like `<tool_call>` here:", ["note"]),
+    "text after it": (f"<tool_call>{NOTE}</tool_call> is how.", "stop",
+                      f"<tool_call>{NOTE}</tool_call> is how.", []),
+    "in backquotes": (f"Write `<tool_call>{NOTE}</tool_call>`", "stop",
+                      f"Write `<tool_call>{NOTE}</tool_call>`", []),
+    "an unknown tool": ('{"name": "fly", "arguments": {}}', "stop",
+                        '{"name": "fly", "arguments": {}}', []),
+    "other JSON": ('{"a": 1}', "stop", '{"a": 1}', []),
+    "cut by length": (f"<tool_call>{NOTE}</tool_call>", "length",
+                      f"<tool_call>{NOTE}</tool_call>", [])}
+
+
+@pytest.mark.parametrize("text, finish, stays, names", WRITTEN.values(), ids=WRITTEN)
+@pytest.mark.parametrize("size", [3, 10 ** 6])
+def test_calls_written_as_text(serve, text, finish, stays, names, size):
+    pieces = [delta(content=text[i:i + size]) for i in range(0, len(text), size)]
+    events, end = ask(host(serve(stream_of(*pieces, delta(finish)))))
+    assert [call.name for call in end.message.tool_calls] == names
+    assert all(call.arguments == {"text": "x"} for call in end.message.tool_calls)
+    assert end.message.content == stays
+    assert "".join(e.delta for e in of(ta.TextDelta, events)).strip() == stays
+
+
+def test_without_tools_nothing_written_is_a_call(serve):
+    server = serve(says(NOTE))
+    _, end = ask(host(server), tools=[])
+    assert (end.message.content, end.message.tool_calls) == (NOTE, ())
+    assert "tools" not in server.body()
+
+
+THOUGHTS = {
+    "reasoning_content": ([delta(reasoning_content="hm"), delta(content="a")], "hm", "a"),
+    "reasoning": ([delta(reasoning="hm"), delta(content="a")], "hm", "a"),
+    "both with the same text": ([delta(reasoning="hm", reasoning_content="hm"), delta(content="a")],
+                                "hm", "a"),
+    "an object": ([delta(reasoning_content={"text": "hm"}), delta(content="a")], "hm", "a"),
+    "parts": ([delta(content=[{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+                              {"type": "text", "text": "a"}])], "hm", "a"),
+    "tags": ([delta(content="<think>hm</think>\n\na")], "hm", "a"),
+    "tags, split": ([delta(content=c) for c in "<think>\nhm</think>\n\na"], "hm", "a"),
+    "opening tag in the prompt": ([delta(content="hm\n</think>\n\na")], "hm", "a"),
+    "quoted tags": ([delta(content="a `<think>` b `</think>` c")], "", "a `<think>` b `</think>` c"),
+    "less-than signs": ([delta(content="a <"), delta(content=" b <t"), delta(content="able>")], "",
+                        "a < b <table>"),
+    "a call in a thought": ([delta(content=f"<think><tool_call>{NOTE}</tool_call></think>a")],
+                            f"<tool_call>{NOTE}</tool_call>", "a")}
+
+
+@pytest.mark.parametrize("pieces, thinking, content", THOUGHTS.values(), ids=THOUGHTS)
+def test_thinking_is_kept_apart(serve, pieces, thinking, content):
+    message = received(serve(stream_of(*pieces, delta("stop"))))
+    assert (message.thinking, message.content, message.tool_calls) == (thinking, content, ())
+
+
+USAGES = {
+    "OpenAI": ({"prompt_tokens": 9, "completion_tokens": 2,
+                "prompt_tokens_details": {"cached_tokens": 4}}, ta.Usage(9, 2, 4)),
+    "DeepSeek": ({"prompt_tokens": 9, "prompt_cache_hit_tokens": 4}, ta.Usage(9, 0, 4)),
+    "Moonshot": ({"prompt_tokens": 9, "cached_tokens": 4}, ta.Usage(9, 0, 4)),
+    "OpenRouter": ({"prompt_tokens": 9, "completion_tokens": 2, "cost": 0.25},
+                   ta.Usage(9, 2, 0, 0.25)),
+    "Anthropic": ({"input_tokens": 5, "output_tokens": 2, "cache_read_input_tokens": 4,
+                   "cache_creation_input_tokens": 1}, ta.Usage(10, 2, 4)),
+    "nonsense": ({"prompt_tokens": "many", "completion_tokens": None}, ta.Usage()),
+    "nothing": ({}, None)}
+
+
+@pytest.mark.parametrize("counts, usage", USAGES.values(), ids=USAGES)
+def test_usage_of_every_known_shape(counts, usage):
+    assert ta.usage_of(counts) == usage
+
+
+WINDOWS = {
+    "a list": ({"data": [{"id": "x"}, {"id": "m", "context_window": 131072}]}, 131072),
+    "the smaller one": ({"data": [{"id": "m", "context_length": 200, "top_provider": {
+        "context_length": 100}}]}, 100),
+    "vLLM": ({"data": [{"id": "m", "max_model_len": 32768}]}, 32768),
+    "LM Studio": ({"data": [{"id": "m", "max_context_length": 9, "loaded_context_length": 8}]}, 8),
+    "a list alone": ([{"id": "m", "context_length": 7}], 7),
+    "Ollama, loaded": ({"models": [{"name": "m", "model": "m", "context_length": 4096}]}, 4096),
+    "Ollama, set": ({"model_info": {"a.context_length": 99999}, "parameters": "num_ctx   16384"},
+                    16384),
+    "Ollama, not set": ({"model_info": {"a.context_length": 99999}}, 4096),
+    "not in it": ({"data": [{"id": "other", "context_length": 7}]}, None)}
+
+
+@pytest.mark.parametrize("body, window", WINDOWS.values(), ids=WINDOWS)
+def test_context_windows(body, window):
+    assert ta.window_in(body, "m") == window
+
+
+def call_and_result(**more):
+    return [UserMessage("x"), AssistantMessage("", (ToolCall("call_long_id", "note", {"text": "x"}),),
+                                               "hm", "tool_use", **more),
+            ToolResultMessage("call_long_id", "note", ""), UserMessage("next")]
+
+
+def test_a_request_has_what_every_host_accepts(serve):
+    server = serve(says())
+    ask(host(server), call_and_result())
+    path, headers, body = server.requests[0]
+    assert path == "/v1/chat/completions" and headers["User-Agent"].startswith("tiny_agent/")
+    assert "Authorization" not in headers
+    assert set(body) == {"model", "messages", "stream", "stream_options", "tools"}
+    assert [m["role"] for m in body["messages"]] == ["system", "user", "assistant", "tool", "user"]
+    assert body["messages"][2] == {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "call_long_id", "type": "function",
+         "function": {"name": "note", "arguments": '{"text": "x"}'}}]}
+    assert body["messages"][3]["content"] == "(no output)"
+
+
+def test_half_characters_do_not_break_a_request(serve):
+    server = serve(says())
+    ask(host(server), [UserMessage("a\ud83d")])
+    assert server.body()["messages"][1]["content"] == "a?"
+
+
+OWN = [  # what a host sent, what goes back to it in the next request
+    ("reasoning_content", [delta(reasoning_content="plan")], {"reasoning_content": "plan"}),
+    ("reasoning", [delta(reasoning="plan")], {"reasoning": "plan"}),
+    ("details", [delta(reasoning_details=[{"type": "t", "text": "p", "index": 0}]),
+                 delta(reasoning_details=[{"type": "t", "text": "q", "signature": "S", "index": 0}]),
+                 delta(reasoning_details=[{"type": "e", "data": "E", "index": 1}])],
+     {"reasoning_details": [{"type": "t", "text": "pq", "signature": "S", "index": 0},
+                            {"type": "e", "data": "E", "index": 1}]})]
+
+
+@pytest.mark.parametrize("name, pieces, back", OWN, ids=[o[0] for o in OWN])
+def test_what_must_go_back_goes_back_to_its_own_host_alone(serve, name, pieces, back):
+    reply = stream_of(*pieces, call_delta(0, "c", "note", "{}", extra_content={"g": "SIG"}),
+                      delta("tool_calls"))
+    server = serve(reply, says())
+    provider = host(server)
+    message = ask(provider)[1].message
+    later = [UserMessage("x"), message, ToolResultMessage("c", "note", "ok")]
+    for other, own in ((provider, True), (provider.using(model="n"), False),
+                       (host(server, name="groq"), False)):
+        ask(other, later)
+        sent = server.body()["messages"][2]
+        extra = {k: v for k, v in sent.items() if k not in ("role", "content", "tool_calls")}
+        assert extra == (back if own else {})
+        assert ("extra_content" in sent["tool_calls"][0]) is own
+
+
+def test_short_ids_are_the_same_on_call_and_result(serve):
+    server = serve(says())
+    ask(host(server, short_ids=True), call_and_result())
+    _, _, call, result, _ = server.body()["messages"]
+    assert re.fullmatch("[A-Za-z0-9]{9}", result["tool_call_id"])
+    assert call["tool_calls"][0]["id"] == result["tool_call_id"]
+
+
+REPAIRS = {     # a refusal, the extra fields of the host, what changes in the request sent again
+    "a refused field is left out": (
+        "Unsupported parameter: 'stream_options'", {},
+        lambda body: "stream_options" not in body),
+    "a renamed field": (
+        "Unsupported parameter: 'max_tokens' is not supported with this model. Use "
+        "'max_completion_tokens' instead.", {"extra": {"max_tokens": 9}},
+        lambda body: body.get("max_completion_tokens") == 9 and "max_tokens" not in body),
+    "reasoning is missing": (
+        "thinking is enabled but reasoning_content is missing in assistant tool call message", {},
+        lambda body: body["messages"][2].get("reasoning_content") == ""),
+    "foreign ids": (
+        "Tool call id was call_long_id but must be a-z, A-Z, 0-9, with a length of 9.", {},
+        lambda body: len(body["messages"][3]["tool_call_id"]) == 9)}
+
+
+@pytest.mark.parametrize("message, habits, changed", REPAIRS.values(), ids=REPAIRS)
+def test_a_refused_request_is_repaired_once_and_remembered(serve, message, habits, changed):
+    server = serve(error_reply(400, {"error": {"message": message}}))
+    provider = host(server, **habits)
+    _, end = ask(provider, call_and_result())
+    assert (end.error.attempts, end.error.delay, changed(server.body())) == (2, 0, False)
+    _, end = ask(provider, call_and_result())
+    assert (end.error.attempts, changed(server.body())) == (1, True)
+
+
+@pytest.mark.parametrize("message", [
+    "Unsupported parameter: 'messages'", "'tool_calls' is not allowed here", "nothing known",
+    "Unsupported parameter: 'temperature'"])
+def test_a_refusal_that_no_change_would_cure_is_final(serve, message):
+    error = refused(serve(error_reply(400, {"error": {"message": message}})))
+    assert (error.kind, error.attempts) == ("invalid_request", 1)
+
+
+def anthropic(server) -> Provider:
+    return ta.Anthropic("anthropic", server.url, "claude")
+
+
+def blocks(*events) -> dict:
+    named = [f"event: {e['type']}\ndata: {json.dumps(e)}\n\n".encode() for e in events]
+    return {"chunks": named}
+
+
+CLAUDE = [
+    {"type": "message_start", "message": {"usage": {"input_tokens": 5, "output_tokens": 1,
+                                                    "cache_read_input_tokens": 4}}},
+    {"type": "content_block_start", "index": 0, "content_block": {"type": "thinking",
+                                                                  "thinking": ""}},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta",
+                                                          "thinking": "Hm."}},
+    {"type": "ping"},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "signature_delta",
+                                                          "signature": "SIG"}},
+    {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": ""}},
+    {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "Reading."}},
+    {"type": "content_block_start", "index": 2, "content_block": {
+        "type": "tool_use", "id": "toolu_1", "name": "read_file", "input": {}}},
+    {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta",
+                                                          "partial_json": ""}},
+    {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta",
+                                                          "partial_json": '{"path": "a"}'}},
+    {"type": "content_block_start", "index": 3, "content_block": {
+        "type": "tool_use", "id": "toolu_2", "name": "note", "input": {}}},
+    {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": {"output_tokens": 7}},
+    {"type": "message_stop"}]
+
+
+def test_anthropic_messages_there_and_back(serve, monkeypatch):
+    monkeypatch.setenv("TEST_KEY", KEY)
+    server = serve(blocks(*CLAUDE))
+    provider = ta.Anthropic("anthropic", server.url, "claude", "TEST_KEY")
+    _, end = ask(provider)
+    message = end.message
+    assert (message.content, message.thinking, message.stop_reason) == ("Reading.", "Hm.", "tool_use")
+    assert message.tool_calls == (ToolCall("toolu_1", "read_file", {"path": "a"}),
+                                  ToolCall("toolu_2", "note", {}))
+    assert message.usage == ta.Usage(9, 7, 4)
+    ask(provider, [UserMessage("x"), message, ToolResultMessage("toolu_1", "read_file", "1", False),
+                   ToolResultMessage("toolu_2", "note", "bad", True), UserMessage("go on")])
+    path, headers, body = server.requests[-1]
+    assert path == "/v1/messages" and headers["x-api-key"] == KEY and headers["anthropic-version"]
+    assert body["max_tokens"] > 0 and body["system"][0]["cache_control"] == {"type": "ephemeral"}
+    assert body["tools"][0]["input_schema"]["type"] == "object"
+    user, assistant, answer = body["messages"]
+    assert [b["type"] for b in assistant["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    assert assistant["content"][0]["signature"] == "SIG"
+    assert [b["type"] for b in answer["content"]] == ["tool_result", "tool_result", "text"]
+    assert answer["content"][1]["is_error"] is True
+    assert "cache_control" in answer["content"][-1] and "cache_control" not in user["content"][0]
+
+
+def test_anthropic_is_whole_only_at_message_stop(serve):
+    _, end = ask(anthropic(serve(blocks(*CLAUDE[:-1]))))
+    assert end.error.kind == "network"
+
+
+def test_an_anthropic_message_as_one_body(serve):
+    body = {"type": "message", "content": [{"type": "text", "text": "hi"}], "stop_reason": "end_turn",
+            "usage": {"input_tokens": 1, "output_tokens": 2}}
+    _, end = ask(anthropic(serve({"chunks": [json.dumps(body).encode()]})))
+    assert (end.message.content, end.message.usage) == ("hi", ta.Usage(1, 2))
+
+
+@pytest.mark.parametrize("stop, outcome", [
+    ("end_turn", "stop"), ("max_tokens", "length"), ("stop_sequence", "stop"),
+    ("refusal", "invalid_request"), ("model_context_window_exceeded", "overflow")])
+def test_anthropic_stop_reasons(serve, stop, outcome):
+    _, end = ask(anthropic(serve(blocks(
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": "x"}},
+        {"type": "message_delta", "delta": {"stop_reason": stop}}, {"type": "message_stop"}))))
+    assert outcome == (end.error.kind if isinstance(end, Failed) else end.message.stop_reason)
+
+
+def test_a_switch_of_provider_gives_a_history_that_the_new_one_accepts(serve):
+    claude = ask(anthropic(serve(blocks(*CLAUDE))))[1].message
+    history = [UserMessage("x"), claude, ToolResultMessage("toolu_1", "read_file", "1"),
+               ToolResultMessage("toolu_2", "note", "2")]
+    server = serve(says())
+    ask(host(server, needs_reasoning=True), history)
+    sent = server.body()["messages"][2]
+    assert "SIG" not in json.dumps(sent) and sent["reasoning_content"] == ""
+    odd = [UserMessage("x"), AssistantMessage("", (ToolCall("functions.note:0", "note", {}),)),
+           ToolResultMessage("functions.note:0", "note", "ok")]
+    server = serve(blocks(*CLAUDE))
+    ask(anthropic(server), odd)
+    call, result = (m["content"][0] for m in server.body()["messages"][1:])
+    assert re.fullmatch(r"[\w-]+", call["id"]) and result["tool_use_id"] == call["id"]
+
+
+SCRIPTS = {
+    "a text": ("hello  world\n", AssistantMessage("hello  world\n")),
+    "calls": ([("note", {"text": "x"})], None),
+    "a message": (AssistantMessage("x", thinking="t"), AssistantMessage("x", thinking="t")),
+    "a function": (lambda messages, tools: f"{len(messages)} {len(tools)}", AssistantMessage("1 7"))}
+
+
+@pytest.mark.parametrize("reply, message", SCRIPTS.values(), ids=SCRIPTS)
+def test_a_scripted_provider_streams_like_any(reply, message):
+    events, end = ask(ScriptedProvider([reply]))
+    assert isinstance(end, ta.Done) and end.message.provider == "scripted"
+    assert "".join(e.delta for e in of(ta.TextDelta, events)) == end.message.content
+    assert [e.tool_call for e in of(ta.ToolcallEnd, events)] == list(end.message.tool_calls)
+    if message:
+        assert end.message.content == message.content
+
+
+def test_a_script_that_is_over_says_so():
+    _, end = ask(ScriptedProvider([]))
+    assert isinstance(end, Failed) and "ScriptedProvider" in end.error.hint
+
+
+DEMOS = {
+    "create fib.py that prints the first 10 Fibonacci numbers, then run it": "34",
+    "make sub/f.py which prints 3 Fibonacci numbers": "sub/f.py",
+    "read story.txt": "Once",
+    "read the file story.txt and say what it holds": "Once",
+    "what is in story.txt?": "Once",
+    "count the lines of story.txt": "has 3 lines",
+    "how many lines are in story.txt?": "has 3 lines",
+    "find where greet is defined": "code.py, line 2",
+    "where is the function greet defined?": "code.py, line 2",
+    "run echo hello": "hello",
+    "run the command `echo a b`": "a b",
+    "read nothing.txt": "did not work",
+    "find where nothing_like_it is defined": "no definition",
+    "sing a song": "create fib.py"}
+
+
+@pytest.mark.parametrize("task, words", DEMOS.items(), ids=DEMOS)
+def test_the_demo_model_can_do_what_it_says(tmp_path, task, words):
+    (tmp_path / "story.txt").write_text("Once\nupon\na time\n")
+    (tmp_path / "code.py").write_text("import os\ndef greet(name):\n    return name\n")
+    for again in range(2):           # it decides from the request, so it can do everything twice
+        events, agent = run_agent(ta.PROVIDERS["demo"].using(), tmp_path, task)
+        assert words in events[-1].answer and events[-1].reason == "stop"
+
+
+# ─── Tool schemas ────────────────────────────────────────────────────────────────────────────────
+
+@ta.tool
+def sample(text: str, count: int = 1, share: float = 0.5, loud: bool = False,
+           names: list[str] = [], more: dict = {}, kind: typing.Literal["a", "b"] = "a",
+           maybe: typing.Optional[int] = None, other: str | None = None) -> str:
+    """Does a thing.
+
+    It really does.
+    text: what to say,
+      in one line
+    count: how often
+    """
+    return repr((text, count, share, loud, names, more, kind, maybe, other))
+
+
+def test_a_schema_comes_from_signature_and_docstring():
+    schema = ta.tool_schema(sample)
+    assert (schema["name"], schema["description"]) == ("sample", "Does a thing.\n\nIt really does.")
+    properties = schema["parameters"]["properties"]
+    assert properties["text"] == {"type": "string", "description": "what to say, in one line"}
+    assert properties["names"] == {"type": "array", "items": {"type": "string"}}
+    assert properties["kind"] == {"type": "string", "enum": ["a", "b"]}
+    assert [properties[n]["type"] for n in ("count", "share", "loud", "more", "maybe", "other")] == [
+        "integer", "number", "boolean", "object", "integer", "string"]
+    assert schema["parameters"]["required"] == ["text"]
+
+
+def test_an_annotation_without_a_json_form_is_refused():
+    def bad(when: datetime.date):
+        """Bad."""
+    with pytest.raises(TypeError, match="date"):
+        ta.tool_schema(bad)
+
+
+@pytest.mark.parametrize("name, given, taken", [
+    ("count", "5", 5), ("count", 5.0, 5), ("count", "2.0", 2), ("share", "0.25", 0.25),
+    ("share", 1, 1.0), ("loud", "true", True), ("loud", "False", False), ("names", '["a"]', ["a"]),
+    ("more", '{"a": 1}', {"a": 1}), ("kind", "b", "b"), ("maybe", "7", 7), ("count", 10 ** 20,
+                                                                           10 ** 20)])
+def test_arguments_that_can_only_mean_one_thing_are_taken(name, given, taken):
+    assert ta.check_arguments(sample, {"text": "x", name: given}) == {"text": "x", name: taken}
+
+
+@pytest.mark.parametrize("name", ["count", "share", "maybe", "other", "kind", "names"])
+def test_null_leaves_an_optional_argument_out(name):
+    assert ta.check_arguments(sample, {"text": "x", name: None, "junk": None}) == {"text": "x"}
+
+
+@pytest.mark.parametrize("arguments, words", [
+    ({}, "'text' is missing"), ({"text": None}, "'text' is missing"), ({"text": 5}, "a text"),
+    ({"text": "x", "count": "many"}, "a whole number"), ({"text": "x", "count": True}, "whole"),
+    ({"text": "x", "count": 1.5}, "whole"), ({"text": "x", "count": []}, "whole"),
+    ({"text": "x", "count": float("inf")}, "whole"), ({"text": "x", "share": "nan"}, "a number"),
+    ({"text": "x", "loud": "maybe"}, "true or false"), ({"text": "x", "names": "a"}, "a list"),
+    ({"text": "x", "names": [1]}, "a text"), ({"text": "x", "kind": "c"}, "'a', 'b'"),
+    ({"text": "x", "more": []}, "an object"), ({"words": "x"}, "'words'")])
+def test_other_arguments_are_answered_with_the_right_form(arguments, words):
+    with pytest.raises(ToolError) as error:
+        ta.check_arguments(sample, arguments)
+    assert words in str(error.value) and "sample(text: str, count: int = 1" in str(error.value)
+
+
+# ─── Workspace and tools ─────────────────────────────────────────────────────────────────────────
+
+def use(folder, name, /, limit=16000, **arguments) -> str:
+    """The content that a tool gives; a ToolError is raised."""
+    workspace = Workspace(folder, limit=limit, outputs=folder.parent / "outputs")
+    outcome = workspace.tools()[name](**arguments)
+    if not isinstance(outcome, (str, ta.Outcome)):
+        try:
+            while True:
+                next(outcome)
+        except StopIteration as end:
+            outcome = end.value
+    return outcome if isinstance(outcome, str) else outcome.content
+
+
+@pytest.fixture
+def ws(tmp_path):
+    folder = tmp_path / "ws"
+    folder.mkdir()
+    return folder
+
+
+def test_read_file_numbers_its_lines_and_says_how_to_go_on(ws):
+    (ws / "a.txt").write_text("".join(f"line {n}\n" for n in range(1, 1001)))
+    text = use(ws, "read_file", path="a.txt")
+    assert text.startswith("     1\tline 1\n") and "   400\tline 400\n" in text
+    assert text.endswith("[lines 1-400 of 1000; read on with offset=401]")
+    assert use(ws, "read_file", path="a.txt", offset=999) == \
+        "   999\tline 999\n  1000\tline 1000\n[lines 999-1000 of 1000]"
+    short = Workspace(ws, limit=1000).read_file("a.txt")
+    assert len(short) <= 1000 and re.search(r"lines 1-\d+ of 1000; read on with offset=\d+]$", short)
+
+
+READINGS = {
+    "empty": (b"", "is empty"), "no final newline": (b"a\nb", "     2\tb"),
+    "CRLF": (b"a\r\nb\r\n", "     1\ta\n     2\tb\n"), "BOM": (b"\xef\xbb\xbfa\n", "     1\ta\n"),
+    "odd bytes": (b"caf\xe9\n", "caf\ufffd"), "form feeds": (b"a\x0cb\xe2\x80\xa8c\n", "     1\ta"),
+    "one long line": (b"x" * 50000, "(this line has 50,000 characters)")}
+
+
+@pytest.mark.parametrize("data, words", READINGS.values(), ids=READINGS)
+def test_what_read_file_makes_of_files(ws, data, words):
+    (ws / "f").write_bytes(data)
+    text = use(ws, "read_file", path="f")
+    assert words in text and len(text) <= 16100
+
+
+def test_files_that_are_not_text_are_named_not_dumped(ws):
+    (ws / "b.bin").write_bytes(b"a\0b")
+    (ws / "d").mkdir()
+    with open(ws / "big", "wb") as file:
+        file.truncate(ta.MAX_FILE + 1)
+    for path, words in (("b.bin", "binary file of 3 bytes"), ("d", "is a folder"),
+                        ("big", "too large"), (".", "is a folder")):
+        with pytest.raises(ToolError, match=words):
+            use(ws, "read_file", path=path)
+
+
+@posix
+def test_pipes_do_not_block(ws):
+    os.mkfifo(ws / "p")
+    (ws / "a").write_text("x")
+    for name, arguments in (("read_file", {}), ("write_file", {"content": "x"}),
+                            ("replace_in_file", {"old": "a", "new": "b"})):
+        with pytest.raises(ToolError, match="regular"):
+            use(ws, name, path="p", **arguments)
+    assert use(ws, "grep", pattern="x") == "a:1: x"
+
+
+OUTSIDE = ["../x", "/etc/passwd", "link/x", "dangling", "loop/x", "", "a\0b", "../ws-evil/k"]
+
+
+@posix
+@pytest.mark.parametrize("path", OUTSIDE)
+def test_paths_outside_are_refused(ws, path):
+    (ws.parent / "ws-evil").mkdir()
+    (ws.parent / "ws-evil" / "k").write_text("secret")
+    (ws / "link").symlink_to(ws.parent / "ws-evil")
+    (ws / "dangling").symlink_to(ws.parent / "ws-evil" / "new")
+    (ws / "loop").symlink_to("loop")
+    before = sorted(ws.parent.rglob("*"))
+    for name, more in (("read_file", {}), ("write_file", {"content": "x"}),
+                       ("replace_in_file", {"old": "secret", "new": "y"})):
+        with pytest.raises((ToolError, OSError)):
+            use(ws, name, path=path, **more)
+    assert sorted(ws.parent.rglob("*")) == before
+
+
+def test_a_path_may_be_written_in_many_ways(ws):
+    (ws / "d").mkdir()
+    (ws / "d/a.txt").write_text("here")
+    for path in ("d/a.txt", "./d//a.txt", "d/../d/a.txt", str(ws / "d/a.txt")):
+        assert "here" in use(ws, "read_file", path=path)
+
+
+@posix
+def test_writing_keeps_mode_links_newlines_and_mark(ws):
+    (ws / "run.sh").write_text("echo a\n")
+    (ws / "run.sh").chmod(0o750)
+    (ws / "alias").symlink_to("run.sh")
+    (ws / "dos.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\r\n")
+    use(ws, "write_file", path="alias", content="echo b\n")
+    use(ws, "write_file", path="dos.txt", content="c\nd\n")
+    use(ws, "write_file", path="new/deep/f.txt", content="no newline")
+    assert (ws / "run.sh").read_text() == "echo b\n" and (ws / "alias").is_symlink()
+    assert (ws / "run.sh").stat().st_mode & 0o777 == 0o750
+    assert (ws / "dos.txt").read_bytes() == b"\xef\xbb\xbfc\r\nd\r\n"
+    assert (ws / "new/deep/f.txt").read_bytes() == b"no newline"
+    assert not [p for p in ws.rglob("*") if ".tmp" in p.name]
+
+
+REPLACEMENTS = {     # (before, old, new, after)
+    "one word": (b"a b c\n", "b", "B", b"a B c\n"),
+    "over lines": (b"one\ntwo\nthree\n", "one\ntwo", "1\n2", b"1\n2\nthree\n"),
+    "CRLF file": (b"one\r\ntwo\r\n", "one\ntwo", "1\nextra\n2", b"1\r\nextra\r\n2\r\n"),
+    "mixed newlines stay": (b"a\r\nb\nc\r\n", "b", "B", b"a\r\nB\nc\r\n"),
+    "mixed, over lines": (b"a\r\nb\nc\n", "a\nb", "A\nb", b"A\r\nb\nc\n"),
+    "no final newline": (b"a\nb", "b", "c", b"a\nc"),
+    "odd bytes stay": (b"caf\xe9 x\n", "x", "y", b"caf\xe9 y\n"),
+    "mark stays": (b"\xef\xbb\xbfa\n", "a", "b", b"\xef\xbb\xbfb\n"),
+    "deleting": (b"a b\n", " b", "", b"a\n"),
+    "regex signs are text": (b"f(x)+\\1\n", "(x)+\\1", "\\g<0>", b"f\\g<0>\n")}
+
+
+@pytest.mark.parametrize("before, old, new, after", REPLACEMENTS.values(), ids=REPLACEMENTS)
+def test_replacing_touches_nothing_else(ws, before, old, new, after):
+    (ws / "f").write_bytes(before)
+    use(ws, "replace_in_file", path="f", old=old, new=new)
+    assert (ws / "f").read_bytes() == after
+
+
+@pytest.mark.parametrize("old, new, words", [
+    ("x", "y", "found it 3 times, at line 1, 2, 3"), ("absent", "y", "read the file first"),
+    ("value = 12", "y", "nearest is line 4: value = 1"), ("", "y", "old is empty"),
+    ("x", "x", "same text"), ("aa", "b", "2 times, at line 5, 5")])
+def test_a_replacement_must_match_once(ws, old, new, words):
+    (ws / "f").write_text("x1\nx2\nx3\nvalue = 1\naaa\n")
+    with pytest.raises(ToolError, match=re.escape(words)):
+        use(ws, "replace_in_file", path="f", old=old, new=new)
+    assert (ws / "f").read_text() == "x1\nx2\nx3\nvalue = 1\naaa\n"
+
+
+def test_a_failed_write_leaves_the_old_file(ws, monkeypatch):
+    (ws / "f").write_text("old")
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError):
+        use(ws, "write_file", path="f", content="new")
+    assert (ws / "f").read_text() == "old" and os.listdir(ws) == ["f"]
+
+
+@pytest.fixture
+def tree(ws):
+    for name in ("a.py", "src/b.py", "src/deep/c.py", "src/b.txt", ".git/config",
+                 "node_modules/x.py", "env/pyvenv.cfg", "env/lib.py", "src/.hidden.py"):
+        (ws / name).parent.mkdir(parents=True, exist_ok=True)
+        (ws / name).write_text("needle\n")
+    (ws / "bin.py").write_bytes(b"needle\0")
+    return ws
+
+
+@pytest.mark.parametrize("pattern, names", [
+    ("*.txt", ["src/b.txt"]), ("a.py", ["a.py"]), ("**/c.py", ["src/deep/c.py"]),
+    ("src/*.py", ["src/.hidden.py", "src/b.py", "src/deep/c.py"]),
+    ("**/a.py", ["a.py"]), ("./src/b.*", ["src/b.py", "src/b.txt"])])
+def test_find_files(tree, pattern, names):
+    assert use(tree, "find_files", pattern=pattern).splitlines() == names
+
+
+def test_grep_gives_places_and_leaves_out_what_is_not_the_persons(tree):
+    found = use(tree, "grep", pattern="need.e").splitlines()
+    assert found == [f"{n}:1: needle" for n in ("a.py", "src/.hidden.py", "src/b.py", "src/b.txt",
+                                                "src/deep/c.py")]
+    assert use(tree, "grep", pattern="needle", path="src/b.py") == "src/b.py:1: needle"
+    assert "nothing matches" in use(tree, "grep", pattern="haystack")
+    for pattern, path in (("(", "."), ("x", "nowhere"), ("x", "..")):
+        with pytest.raises(ToolError):
+            use(tree, "grep", pattern=pattern, path=path)
+
+
+def test_hits_and_names_have_a_limit(ws):
+    (ws / "many.txt").write_text("hit\n" * 300 + "y" * 500 + "hit" + "z" * 500)
+    for number in range(250):
+        (ws / f"f{number}.md").touch()
+    hits = use(ws, "grep", pattern="hit").splitlines()
+    assert len(hits) == 101 and "narrower" in hits[-1]
+    long = use(ws, "grep", pattern="yhit").splitlines()[0]
+    assert len(long) < 180 and "yhit" in long
+    names = use(ws, "find_files", pattern="*.md").splitlines()
+    assert len(names) == 201 and "50 more" in names[-1]
+
+
+def test_notes_are_lines_of_their_own(ws):
+    (ws / "AGENTS.md").write_text("# Notes")
+    use(ws, "note", text="tests run\nwith make")
+    use(ws, "note", text="second")
+    assert (ws / "AGENTS.md").read_text() == "# Notes\n- tests run with make\n- second\n"
+
+
+SHELLS = {
+    "both streams and the status": ("echo out; echo err >&2; exit 3", r"exit status 3 .*out\nerr"),
+    "nothing to say": ("true", r"exit status 0"), "a signal": ("kill -9 $$", r"signal 9"),
+    "no input": ("cat; read x; echo got:$x", r"got:$"), "odd bytes": ("printf 'ok\\377'", "ok\ufffd"),
+    "a cut environment": ("echo ${SECRET_TOKEN:-none} $HOME", "none /"),
+    "no such program": ("no_such_program_q", "127")}
+
+
+@posix
+@pytest.mark.parametrize("command, pattern", SHELLS.values(), ids=SHELLS)
+def test_shell(ws, monkeypatch, command, pattern):
+    monkeypatch.setenv("SECRET_TOKEN", "leaked")
+    assert re.search(pattern, use(ws, "shell", command=command), re.S)
+
+
+@posix
+def test_a_command_ends_at_its_time_limit_with_all_its_children(ws):
+    text = use(ws, "shell", timeout=1,
+               command="trap '' TERM; echo before; (trap '' TERM; sleep 60) & echo $! > p; sleep 60")
+    assert "before" in text and "time limit of 1 s" in text
+    child = int((ws / "p").read_text())
+    for _ in range(100):
+        state = Path(f"/proc/{child}/stat")
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.02)
+    pytest.fail("the child lives on")
+
+
+@posix
+def test_a_background_child_does_not_hold_the_call(ws):
+    assert "started" in use(ws, "shell", command="sleep 60 & echo started", timeout=30)
+
+
+@posix
+def test_long_output_is_clipped_and_kept(ws):
+    text = use(ws, "shell", limit=2000, command="echo HEAD; seq 1 20000; echo TAIL")
+    assert len(text) <= 2000 and "HEAD" in text and text.endswith("TAIL")
+    path = re.search(r"the whole of it is in (\S+),", text)[1]
+    whole = Path(path).read_text()
+    assert whole.startswith("HEAD\n1\n2\n") and whole.endswith("20000\nTAIL\n")
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    workspace = Workspace(ws, outputs=Path(path).parent)
+    assert "HEAD" in workspace.read_file(path) and ":20001: 20000" in workspace.grep("^20000$", path)
+
+
+def test_results_of_any_tool_are_clipped(tmp_path):
+    @ta.tool
+    def flood(text: str = "x") -> str:
+        """Says a lot."""
+        return text * 60_000
+
+    agent = ta.Agent(ScriptedProvider([[("flood", {})], "ok"]), Workspace(tmp_path, limit=3000),
+                     mode="auto")
+    agent.tools["flood"] = flood
+    list(agent.run("go"))
+    assert 3000 <= len(results(agent)[0]) < 3300 and "57,000 characters left out" in results(agent)[0]
+
+
+# ─── Permissions ─────────────────────────────────────────────────────────────────────────────────
+
+# (tool, target, mode) -> decision, with the default rules
+DECISIONS = [
+    ("read_file", "a.py", "ask", "allow"), ("grep", ".", "plan", "allow"),
+    ("find_files", "*.py", "ask", "allow"), ("note", "", "ask", "allow"), ("note", "", "plan", "deny"),
+    ("write_file", "a.py", "ask", "ask"), ("write_file", "a.py", "auto", "allow"),
+    ("write_file", "a.py", "plan", "deny"), ("shell", "ls", "plan", "deny"),
+    ("shell", "ls", "ask", "ask"), ("shell", "ls", "auto", "allow"),
+    ("read_file", ".env", "auto", "deny"), ("read_file", "sub/.ENV", "auto", "deny"),
+    ("read_file", ".env.local", "auto", "deny"), ("read_file", ".env.example", "ask", "allow"),
+    ("write_file", ".env", "auto", "deny"), ("grep", ".env", "auto", "deny"),
+    ("shell", "cat .env", "auto", "deny"), ("shell", "cat<.env", "auto", "deny"),
+    ("shell", "cat './.e'nv", "auto", "deny"), ("shell", "cat .env.example", "auto", "allow"),
+    ("read_file", "environment.py", "ask", "allow"), ("shell", "git status", "ask", "allow"),
+    ("shell", "git diff", "ask", "allow"), ("shell", "git difftool", "ask", "ask"),
+    ("shell", "git status; touch x", "ask", "ask"), ("shell", "git status\ntouch x", "ask", "ask"),
+    ("shell", "git diff > x", "ask", "ask"), ("shell", "git status $(touch x)", "ask", "ask"),
+    ("shell", "GIT STATUS", "ask", "ask"), ("shell", "git push", "auto", "allow"),
+    ("shell", "git push --force", "auto", "deny"), ("shell", "git  push   -f", "auto", "deny"),
+    ("shell", "git push origin main --force-with-lease", "auto", "deny"),
+    ("shell", "git push origin +main", "auto", "deny"),
+    ("shell", "true && git reset --hard HEAD~1", "auto", "deny"),
+    ("shell", "g\"i\"t push --fo''rce", "auto", "deny"),
+    ("shell", "/usr/bin/git push -f", "auto", "deny"), ("shell", "sudo shutdown now", "auto", "deny"),
+    ("shell", "git clean -xdf", "auto", "deny"), ("shell", "git clean -n", "auto", "allow"),
+    ("shell", "npm publish", "auto", "deny"), ("shell", "docker system prune -a", "auto", "deny"),
+    ("shell", "rm -rf /", "auto", "deny"), ("shell", "rm -rf build", "auto", "allow"),
+    ("shell", "git commit -m 'shutdown the server'", "auto", "allow")]
+
+
+@pytest.mark.parametrize("tool, target, mode, decision", DECISIONS)
+def test_default_rules(tool, target, mode, decision):
+    argument = {"shell": "command", "find_files": "pattern"}.get(tool, "path")
+    found = ta.decide(tool, {argument: target}, mode)
+    assert found.decision == decision, found.trace
+    assert found[:2] == (found.decision, found.reason) and found.reason
+
+
+OWN_RULES = [     # rules in front of the default ones, a call in ask mode, the decision
+    (Rule("allow", "write_file", "src/*"), ("write_file", {"path": "src/a.py"}), "allow"),
+    (Rule("allow", "write_file", "src/*"), ("write_file", {"path": "src/../a.py"}), "ask"),
+    (Rule("allow", "write_file", "src"), ("write_file", {"path": "src/a.py"}), "ask"),
+    (Rule("deny", "*", "secrets/*"), ("read_file", {"path": "secrets/k"}), "deny"),
+    (Rule("deny", "*", "secrets"), ("read_file", {"path": "a/Secrets/k"}), "deny"),
+    (Rule("deny", "*", "app/[id]/*"), ("read_file", {"path": "app/[id]/k"}), "deny"),
+    (Rule("ask", "read_file", "src/*"), ("read_file", {"path": "src/a.py"}), "ask"),
+    (Rule("allow", "shell", "make *"), ("shell", {"command": "make test"}), "allow"),
+    (Rule("allow", "shell", "make *"), ("shell", {"command": "make"}), "allow"),
+    (Rule("allow", "shell", "make *"), ("shell", {"command": "makefile"}), "ask"),
+    (Rule("allow", "shell", "echo *"), ("shell", {"command": "echo a | sh"}), "ask"),
+    (Rule("deny", "shell", "cargo publish *"), ("shell", {"command": "Cargo Publish"}), "deny")]
+
+
+@pytest.mark.parametrize("rule, call, decision", OWN_RULES, ids=[f"{r[0]}, {r[1][1]}" for r in OWN_RULES])
+def test_rules_of_ones_own(tmp_path, rule, call, decision):
+    found = ta.decide(*call, "ask", rules=[rule, *ta.RULES], workspace=Workspace(tmp_path))
+    assert found.decision == decision, found.trace
+
+
+@posix
+def test_rules_see_where_links_lead(ws):
+    (ws / ".env").write_text("x")
+    (ws / "notes.txt").symlink_to(".env")
+    assert ta.decide("read_file", {"path": "notes.txt"}, workspace=Workspace(ws)).decision == "deny"
+
+
+@pytest.mark.parametrize("sandbox, mode, decision", [
+    ("off", "auto", "allow"), ("none", "auto", "ask"), ("require", "auto", "deny"),
+    ("none", "ask", "ask")])
+def test_commands_without_a_sandbox(sandbox, mode, decision):
+    assert ta.decide("shell", {"command": "ls"}, mode, sandbox=sandbox).decision == decision
+
+
+def test_what_may_not_be_read_is_not_found_either(ws):
+    (ws / ".env").write_text("TOKEN=needle\n")
+    (ws / "a.txt").write_text("needle\n")
+    events, agent = run_agent([[("grep", {"pattern": "needle"}), ("find_files", {"pattern": "*"})],
+                               "ok"], ws)
+    assert results(agent) == ["a.txt:1: needle", "a.txt"]
+
+
+# ─── Hooks ───────────────────────────────────────────────────────────────────────────────────────
+
+def hooked(folder, moment, function, replies=([("write_file", {"path": "a", "content": "x"})], "ok")):
+    agent = ta.Agent(ScriptedProvider(replies), Workspace(folder), mode="auto")
+    agent.hooks.on(moment)(function)
+    return list(agent.run("go")), agent
+
+
+def test_a_hook_can_veto(tmp_path):
+    events, agent = hooked(tmp_path, "before_tool", lambda name, args: f"not {name} {args['path']}")
+    assert results(agent) == ["denied: not write_file a"] and not (tmp_path / "a").exists()
+    assert of(ta.ToolStart, events)[0].decision == "deny"
+
+
+@pytest.mark.parametrize("moment, arguments", ta.MOMENTS.items())
+def test_every_moment_calls_its_hooks(tmp_path, moment, arguments):
+    seen = []
+    hooked(tmp_path, moment, lambda *values: seen.append(values))
+    assert len(seen) == 1 and len(seen[0]) == len(arguments.split(", "))
+
+
+@pytest.mark.parametrize("moment", ta.MOMENTS)
+def test_a_hook_that_fails_vetoes_before_a_tool_and_is_reported_elsewhere(tmp_path, moment):
+    def broken(*arguments):
+        raise RuntimeError("oops")
+    events, agent = hooked(tmp_path, moment, broken)
+    assert events[-1].reason == "stop"
+    if moment == "before_tool":
+        assert results(agent)[0].startswith("denied: ") and not (tmp_path / "a").exists()
+    else:
+        assert "oops" in of(ta.Warned, events)[0].message and (tmp_path / "a").exists()
+
+
+def test_a_hook_cannot_change_what_was_shown(tmp_path):
+    hooked(tmp_path, "before_tool", lambda name, args: args.update(content="changed"))
+    assert (tmp_path / "a").read_text() == "x"
+
+
+def test_an_unknown_moment_is_refused():
+    with pytest.raises(ValueError, match="before_tool"):
+        ta.Hooks().on("never")
+
+
+# ─── Session ─────────────────────────────────────────────────────────────────────────────────────
+
+def new_session(folder) -> Session:
+    return Session.new(folder / "home", folder)
+
+
+def talk(session, *texts):
+    """Adds user and assistant messages in turn; gives the entries."""
+    return [session.append(UserMessage(t) if n % 2 == 0 else AssistantMessage(t))
+            for n, t in enumerate(texts)]
+
+
+def said(session) -> list[str]:
+    return [entry.message.content for entry in session.active_path() if entry.message]
+
+
+def test_the_file_is_made_with_the_first_answer(tmp_path):
+    session = new_session(tmp_path)
+    session.append(UserMessage("one"))
+    session.append(AssistantMessage("half", stop_reason="error", error_message="cut"))
+    assert session.file is None and not list(tmp_path.rglob("*.jsonl"))
+    session.append(AssistantMessage("two"))
+    entries = [json.loads(line) for line in Path(session.file).read_bytes().splitlines()]
+    assert [e["type"] for e in entries] == ["header", "message", "message", "message"]
+    assert [e["parent_id"] for e in entries] == [None, *(e["id"] for e in entries[:-1])]
+    assert entries[0]["version"] == 1 and entries[0]["cwd"] == str(tmp_path)
+    assert all(re.fullmatch(r"[0-9a-f]{8,}", e["id"]) for e in entries)
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", e["timestamp"]) for e in entries)
+
+
+@posix
+def test_files_and_folders_are_private(tmp_path):
+    before = os.umask(0)
+    try:
+        session = new_session(tmp_path)
+        talk(session, "a", "b")
+    finally:
+        os.umask(before)
+    for path in [tmp_path / "home", *(tmp_path / "home").rglob("*")]:
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600)
+
+
+def test_a_tree_is_walked_and_survives_loading(tmp_path):
+    session = new_session(tmp_path)
+    u1, a1, u2, a2 = talk(session, "u1", "a1", "u2", "a2")
+    session.set_leaf(a1.id)
+    talk(session, "u3", "a3")
+    assert said(session) == ["u1", "a1", "u3", "a3"]
+    assert [c.message.content for c in session.children(a1.id) if c.message] == ["u2", "u3"]
+    session.set_leaf(a1.id)
+    session.close()
+    again = Session.load(session.path)
+    assert said(again) == ["u1", "a1"] and again.entries == session.entries
+    assert [c.id for c in again.children(u1.id)] == [a1.id]
+    with pytest.raises(KeyError):
+        again.set_leaf("nowhere")
+
+
+def test_odd_characters_and_unknown_types_survive(tmp_path):
+    session = new_session(tmp_path)
+    talk(session, "a\u2028b\ud83d\x00 日本", "b")
+    session.append("something_new", value=1)
+    session.close()
+    data = session.path.read_bytes()
+    assert data.isascii() and data.count(b"\n") == 4
+    again = Session.load(session.path)
+    assert said(again) == ["a\u2028b\ud83d\x00 日本", "b"] and again.entries[-1].data == {"value": 1}
+
+
+def test_a_file_cut_at_any_byte_loads_and_goes_on(tmp_path):
+    session = new_session(tmp_path)
+    talk(session, "u1", "a1", "u2", "a2")
+    session.close()
+    data = session.path.read_bytes()
+    first = data.index(b"\n")
+    for end in range(first, len(data) + 1):
+        session.path.write_bytes(data[:end])
+        again = Session.load(session.path)
+        whole = data[:end].count(b"\n") + (data[end:end + 1] == b"\n") - 1
+        assert said(again) == ["u1", "a1", "u2", "a2"][:whole]
+        talk(again, "new")
+        again.close()
+        after = session.path.read_bytes()
+        assert after.startswith(data[:end])
+        last = Session.load(session.path)
+        assert said(last)[-1] == "new" and len(said(last)) == whole + 1
+        last.close()
+
+
+DAMAGES = {"half a line": b'{"type":"mess', "NUL bytes": b"\0" * 99, "a number": b"42",
+           "not UTF-8": b'{"type":"message","x":"\xff"}', "no message": b'{"type":"message","id":"00",'
+           b'"parent_id":null,"timestamp":"","message":{"role":"x"}}', "nested": b"[" * 100_000}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_line_is_named_and_the_rest_is_kept(tmp_path, damage):
+    session = new_session(tmp_path)
+    talk(session, "u1", "a1", "u2", "a2")
+    session.close()
+    lines = session.path.read_bytes().split(b"\n")
+    lines[2] = damage
+    session.path.write_bytes(b"\n".join(lines))
+    again = Session.load(session.path)
+    assert said(again) == ["u1", "u2", "a2"] and "1 line could not be read" in again.notes[0]
+
+
+@pytest.mark.parametrize("data", [b"", b"hello\n", b'{"type":"message"}\n', b"\0\0\0", b"[1]\n",
+                                  b'{"type":"header","id":"1","parent_id":null,"timestamp":"",'
+                                  b'"version":99}\n'])
+def test_what_is_no_session_is_refused_and_not_touched(tmp_path, data):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(data)
+    with pytest.raises(ta.SessionError):
+        Session.load(path)
+    assert path.read_bytes() == data
+
+
+@posix
+def test_a_second_writer_is_refused(tmp_path):
+    session = new_session(tmp_path)
+    talk(session, "a", "b")
+    with pytest.raises(ta.SessionError, match="in use"):
+        Session.load(session.path)
+    session.close()
+    Session.load(session.path).close()
+
+
+def test_a_file_that_cannot_be_written_does_not_end_the_run(tmp_path):
+    (tmp_path / "home").write_text("a file, not a folder")
+    events, agent = run_agent(["fine"], tmp_path, session=new_session(tmp_path))
+    assert (events[-1].reason, events[-1].session) == ("stop", None)
+    assert len(of(ta.Warned, events)) == 1 and "cannot be written" in of(ta.Warned, events)[0].message
+
+
+def test_keys_never_reach_the_file(tmp_path):
+    ta.SECRETS.add(KEY)
+    session = new_session(tmp_path)
+    talk(session, f"my key is {KEY}", "b")
+    assert KEY not in session.path.read_text()
+
+
+def test_sessions_are_found_by_id_start_and_path(tmp_path):
+    one, two = new_session(tmp_path), new_session(tmp_path)
+    for session in (one, two):
+        talk(session, "a", "b")
+        session.close()
+    os.utime(one.path, (1, 1))
+    home = tmp_path / "home"
+    short = one.path.stem.rpartition("_")[2]
+    for text in (one.path.stem, short, short[:6], str(one.path)):
+        assert ta.find_session(home, text) == one.path
+    assert ta.newest_session(home, tmp_path) == two.path
+    for text in ("", "zzz", "../x", "2"):
+        with pytest.raises(ta.SessionError):
+            ta.find_session(home, text)
+    with pytest.raises(ta.SessionError):
+        ta.newest_session(home, tmp_path / "other")
+
+
+# ─── Context ─────────────────────────────────────────────────────────────────────────────────────
+
+def U(text):
+    return UserMessage(text)
+
+
+def A_(text="", *calls, stop=None):
+    made = tuple(ToolCall(c, "note", {}) for c in calls)
+    return AssistantMessage(text, made, stop_reason=stop or ("tool_use" if calls else "stop"))
+
+
+def R(call, text="ok"):
+    return ToolResultMessage(call, "note", text)
+
+
+PROJECTIONS = {      # the messages of a branch, what a model sees as "role text"
+    "as it was": ([U("q"), A_("", "1", "2"), R("1", "x"), R("2", "y"), A_("a")],
+                  ["user q", "assistant ", "1 x", "2 y", "assistant a"]),
+    "failed replies are left out": ([U("q"), A_("half", stop="error"), A_("h", stop="aborted"),
+                                     A_("a")], ["user q", "assistant a"]),
+    "with their calls and results": ([U("q"), A_("", "1", stop="aborted"), R("1"), U("r")],
+                                     ["user q", "user r"]),
+    "empty replies are left out": ([U("q"), A_(" \n"), U("r")], ["user q", "user r"]),
+    "a missing result": ([U("q"), A_("", "1", "2"), R("1", "x"), U("r")],
+                         ["user q", "assistant ", "1 x", "2 not run: there is no result of this call",
+                          "user r"]),
+    "a result without a call": ([U("q"), R("9"), A_("a")], ["user q", "assistant a"]),
+    "a result twice": ([U("q"), A_("", "1"), R("1", "x"), R("1", "y"), U("r")],
+                       ["user q", "assistant ", "1 x", "user r"]),
+    "results in another order": ([U("q"), A_("", "1", "2"), R("2", "y"), R("1", "x")],
+                                 ["user q", "assistant ", "1 x", "2 y"]),
+    "words between call and result": ([U("q"), A_("", "1"), U("hurry"), R("1", "x")],
+                                      ["user q", "assistant ", "1 x", "user hurry"]),
+    "an id used again": ([U("q"), A_("", "1"), R("1", "x"), A_("", "1"), R("1", "y")],
+                         ["user q", "assistant ", "1 x", "assistant ", "1 y"])}
+
+
+def seen(session) -> list[str]:
+    return [f"{getattr(m, 'tool_call_id', m.role)} {m.content}" for m in
+            ta.project(session.active_path())]
+
+
+@pytest.mark.parametrize("messages, expected", PROJECTIONS.values(), ids=PROJECTIONS)
+def test_projection(messages, expected):
+    session = Session(cwd="/x")
+    for message in messages:
+        session.append(message)
+    before = list(session.entries)
+    assert seen(session) == expected == seen(session) and session.entries == before
+
+
+def test_the_last_summary_stands_in_front_of_what_is_kept():
+    session = Session(cwd="/x")
+    talk(session, "u1", "a1")
+    u2, _ = talk(session, "u2", "a2")
+    session.append("compaction", summary="S1", first_kept_entry_id=u2.id)
+    u3, _ = talk(session, "u3", "a3")
+    session.append("compaction", summary="S2", first_kept_entry_id=u3.id)
+    talk(session, "u4")
+    assert seen(session) == [f"user {ta.SUMMARY_HEAD}S2", "user u3", "assistant a3", "user u4"]
+    session.set_leaf(u2.id)
+    assert seen(session) == ["user u1", "assistant a1", "user u2"]
+
+
+def test_the_system_prompt_says_where_and_how_and_holds_the_notes(tmp_path):
+    (tmp_path / "AGENTS.md").write_text("- the moon is cheese\n")
+    text = ta.system_prompt(Workspace(tmp_path), "plan")
+    for words in (str(tmp_path), "mode is now plan", "the moon is cheese", *ta.MODES):
+        assert words in text
+
+
+def test_requests_only_grow_at_their_end(tmp_path):
+    """Also when the mode changes and when the session is resumed: the prefix stays."""
+    provider = ScriptedProvider([[("note", {"text": "x"})], "one", "two", "three", "four"])
+    agent = ta.Agent(provider, Workspace(tmp_path), mode="auto", session=new_session(tmp_path))
+    list(agent.run("first"))
+    agent.mode = "plan"
+    list(agent.run("second"))
+    list(agent.run("third"))
+    agent.session.close()
+    later = ta.Agent(provider, Workspace(tmp_path), mode="auto",
+                     session=Session.load(agent.session.path))
+    list(later.run("fourth"))
+    bodies = [(r["system"], r["tools"]) for r in provider.requests]
+    assert all(body == bodies[0] for body in bodies)
+    for before, after in zip(provider.requests, provider.requests[1:]):
+        assert after["messages"][:len(before["messages"])] == before["messages"]
+    tasks = [m.content for m in provider.requests[-1]["messages"] if isinstance(m, UserMessage)]
+    assert tasks == ["first", "second" + ta.MODE_NOTE.format("plan"), "third",
+                     "fourth" + ta.MODE_NOTE.format("auto")]
+
+
+# ─── Agent ───────────────────────────────────────────────────────────────────────────────────────
+
+ANSWER = """run_start
+message_start user
+message_end user
+turn_start
+message_start assistant
+message_end assistant stop
+turn_end
+run_end stop
+run_settled"""
+
+
+def loop(calls, rest=ANSWER) -> str:
+    """The trace of a run whose first reply asks for one call, which went like this."""
+    head, _, tail = rest.partition("turn_start\n")
+    return f"""{head}turn_start
+message_start assistant
+toolcall_start
+toolcall_end
+message_end assistant tool_use
+{calls}
+message_start tool_result
+message_end tool_result
+turn_end
+turn_start
+{tail}"""
+
+
+WRITE = [("write_file", {"path": "a", "content": "x"})]
+RUNS = {
+    "an answer": ([["hello"]], {}, ANSWER),
+    "a tool": ([[WRITE, "ok"]], {}, loop("tool_start write_file allow\ntool_end write_file ok")),
+    "nobody to ask": ([[WRITE, "ok"]], {"mode": "ask"},
+                      loop("tool_start write_file deny\ntool_end write_file error")),
+    "declined": ([[WRITE, "ok"]], {"mode": "ask", "approve": lambda q: False},
+                 loop("tool_start write_file deny\ntool_end write_file error")),
+    "approved": ([[WRITE, "ok"]], {"mode": "ask", "approve": lambda q: True},
+                 loop("tool_start write_file allow\ntool_end write_file ok")),
+    "plan mode": ([[WRITE, "ok"]], {"mode": "plan"},
+                  loop("tool_start write_file deny\ntool_end write_file error")),
+    "a bad name": ([[[("fly", {})], "ok"]], {}, loop("tool_start fly deny\ntool_end fly error")),
+    "bad arguments": ([[[("write_file", {"file": "a"})], "ok"]], {},
+                      loop("tool_start write_file deny\ntool_end write_file error")),
+    "no arguments": ([[[ToolCall("1", "note", None, "{")], "ok"]], {},
+                     loop("tool_start note deny\ntool_end note error")),
+    "a failing tool": ([[[("read_file", {"path": "gone"})], "ok"]], {},
+                       loop("tool_start read_file allow\ntool_end read_file error")),
+    "cut by length": ([[AssistantMessage("half", stop_reason="length")]], {},
+                      ANSWER.replace("stop", "length")),
+    "an error": ([[ProviderError("auth", "bad key")]], {},
+                 ANSWER.replace("assistant stop", "assistant error")
+                 .replace("run_end stop", "run_end error auth")),
+    "a retry": ([[ProviderError("server", "boom", attempts=5), "ok"]], {},
+                ANSWER.replace("turn_start", "turn_start\nretry 1 server")),
+    "a half message, then a retry": (
+        [[Failed(ProviderError("network", "cut", attempts=5),
+                 AssistantMessage("Ha", stop_reason="error", error_message="cut")), "ok"]], {},
+        ANSWER.replace("turn_start", "turn_start\nmessage_start assistant\n"
+                       "message_end assistant error\nretry 1 network")),
+    "the step limit": ([[WRITE] * 9], {"max_steps": 1},
+                       loop("tool_start write_file allow\ntool_end write_file ok")
+                       .partition("turn_end")[0] + "turn_end\nrun_end max_steps\nrun_settled")}
+
+
+@pytest.mark.parametrize("replies, options, expected", RUNS.values(), ids=RUNS)
+def test_runs(tmp_path, quick, replies, options, expected):
+    events, agent = run_agent(*replies, tmp_path, **options)
+    assert trace(events) == expected
+    assert set(events[-1].totals) == {"turns", "tool_calls", "tool_failures", "retries",
+                                      "compactions", "input_tokens", "output_tokens",
+                                      "cached_tokens", "cost", "seconds"}
+
+
+def test_every_retry_is_told_and_five_attempts_are_enough(tmp_path, quick):
+    failing = [ProviderError("server", "boom", attempts=5)] * 9
+    events, agent = run_agent(failing, tmp_path)
+    assert [r.attempt for r in of(ta.Retry, events)] == [1, 2, 3, 4]
+    assert len(agent.provider.requests) == 5 and events[-1].totals["retries"] == 4
+    assert events[-1].error["kind"] == "server"
+
+
+def test_a_wait_over_the_cap_is_reported_not_waited(tmp_path):
+    error = ProviderError("rate_limit", "slow down", attempts=5, delay=3600)
+    events, agent = run_agent([error], tmp_path)
+    assert not of(ta.Retry, events) and "3,600 s" in events[-1].error["hint"]
+
+
+def test_own_waits_grow(tmp_path, monkeypatch):
+    monkeypatch.setattr(ta.Abort, "sleep", lambda self, seconds: True)
+    events, _ = run_agent([ProviderError("server", "boom", attempts=5)] * 9, tmp_path)
+    delays = [r.delay for r in of(ta.Retry, events)]
+    assert all(0.8 * want < got < 1.2 * want for want, got in zip((1, 2, 4, 8), delays))
+
+
+def test_what_a_failed_run_said_is_not_sent_again(tmp_path):
+    failed = Failed(ProviderError("network", "cut"), AssistantMessage(
+        "Ha", (ToolCall("1", "note", {}),), stop_reason="error", error_message="cut"))
+    provider = ScriptedProvider([failed, "fine"])
+    agent = ta.Agent(provider, Workspace(tmp_path))
+    assert list(agent.run("one"))[-1].reason == "error"
+    assert list(agent.run("two"))[-1].answer == "fine"
+    assert [m.content for m in provider.requests[-1]["messages"]] == ["one", "two"]
+
+
+def test_an_abort_while_waiting_to_retry(tmp_path):
+    def stop(event, agent):
+        if isinstance(event, ta.Retry):
+            threading.Timer(0.05, agent.stop).start()
+    error = ProviderError("rate_limit", "slow", attempts=5, delay=60)
+    events, agent = run_agent([error], tmp_path, watch=stop)
+    assert events[-1].reason == "aborted" and trace(events).endswith(
+        "message_end assistant aborted\nturn_end\nrun_end aborted aborted\nrun_settled")
+
+
+@posix
+def test_an_abort_in_a_command_keeps_its_output_and_runs_no_more(tmp_path):
+    def stop(event, agent):
+        if isinstance(event, ta.ToolOutput):
+            agent.stop()
+    calls = [("shell", {"command": "echo early; sleep 60"}), ("shell", {"command": "touch late"})]
+    events, agent = run_agent([calls, "never"], tmp_path, watch=stop)
+    first, second = results(agent)
+    assert "early" in first and "interrupted" in first and "not run" in second
+    assert events[-1].reason == "aborted" and not (tmp_path / "late").exists()
+    assert len(agent.provider.requests) == 1
+
+
+@posix
+@pytest.mark.parametrize("stage", ["model", "tool"])
+def test_ctrl_c_in_a_program_of_ones_own(tmp_path, serve, stage):
+    """Without any handler: KeyboardInterrupt ends the run as an abort, with all its events."""
+    server = serve(stream_of(delta(content="x"), end="stall")) if stage == "model" else None
+    provider = host(server) if server else ScriptedProvider(
+        [[("shell", {"command": "echo x; sleep 60"})], "never"])
+
+    def interrupt(event, agent):
+        if isinstance(event, (ta.TextDelta, ta.ToolOutput)):
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    events, agent = run_agent(provider, tmp_path, watch=interrupt)
+    assert events[-1].reason == "aborted"
+    assert trace(events).count("_start") == trace(events).count("_end")
+
+
+EVERY = ["RunStart", "MessageStart", "MessageEnd", "TurnStart", "ToolcallStart", "ToolStart",
+         "ToolOutput", "ToolEnd", "TextDelta", "TurnEnd", "RunEnd"]
+
+
+@posix
+@pytest.mark.parametrize("name", EVERY)
+def test_a_closed_run_leaves_a_valid_history(tmp_path, name):
+    replies = [[("shell", {"command": "echo x; sleep 60" if name == "ToolOutput" else "echo x"}),
+                ("note", {"text": "y"})], "done"]
+    agent = ta.Agent(ScriptedProvider(replies), Workspace(tmp_path), mode="auto")
+    run = agent.run("go")
+    for event in run:
+        if type(event).__name__ == name:
+            break
+    run.close()
+    messages = [e.message for e in agent.session.active_path() if e.message]
+    for message in messages:
+        for call in getattr(message, "tool_calls", ()):
+            assert [m for m in messages if getattr(m, "tool_call_id", "") == call.id]
+    provider = agent.provider = ScriptedProvider(["again"])
+    assert list(agent.run("next"))[-1].answer == "again"
+    roles = [m.role for m in provider.requests[0]["messages"]]
+    assert roles.count("tool_result") in (0, 2)
+
+
+def test_an_entry_is_on_disk_before_its_event(tmp_path):
+    def look(event, agent):
+        if isinstance(event, ta.MessageEnd) and agent.session.file:
+            last = json.loads(Path(agent.session.file).read_text().splitlines()[-1])
+            assert last["message"] == json.loads(json.dumps(ta.to_json(event.message)))
+            seen_on_disk.append(event)
+    seen_on_disk: list = []
+    run_agent([WRITE, "ok"], tmp_path, watch=look, session=new_session(tmp_path))
+    assert len(seen_on_disk) == 3
+
+
+def test_a_tool_that_breaks_does_not_end_the_loop(tmp_path):
+    @ta.tool
+    def broken() -> str:
+        """Breaks."""
+        raise ZeroDivisionError("by zero")
+
+    agent = ta.Agent(ScriptedProvider([[("broken", {})], "ok"]), Workspace(tmp_path), mode="auto")
+    agent.tools["broken"] = broken
+    assert list(agent.run("go"))[-1].answer == "ok"
+    assert results(agent) == ["the tool failed: ZeroDivisionError: by zero"]
+
+
+def test_the_answer_of_the_person_reaches_the_model(tmp_path):
+    asked = []
+
+    def approve(question):
+        asked.append(question)
+        return "use b instead"
+    events, agent = run_agent([WRITE, "ok"], tmp_path, mode="ask", approve=approve)
+    assert results(agent) == ["denied: use b instead"]
+    assert asked[0].name == "write_file" and "+x" in asked[0].preview
+
+
+def test_every_call_is_audited(tmp_path):
+    calls = [("write_file", {"path": "a", "content": "x"}), ("shell", {"command": "git push -f"}),
+             ("fly", {}), ("read_file", {"path": "a"})]
+    run_agent([calls, "ok"], tmp_path, home=tmp_path / "home", mode="ask")
+    lines = [json.loads(line) for line in (tmp_path / "home/audit.jsonl").read_text().splitlines()]
+    assert [(entry["tool"], entry["decision"]) for entry in lines] == [
+        ("write_file", "deny"), ("shell", "deny"), ("fly", "deny"), ("read_file", "allow")]
+    assert lines[1]["rule"] == "deny shell git push -f *" and lines[3]["rule"] == "allow read_file *"
+    assert all(set(entry) == {"at", "tool", "args", "decision", "rule", "result"} for entry in lines)
+
+
+def test_totals_add_up(tmp_path, serve):
+    usage = {"choices": [], "usage": {"prompt_tokens": 10, "completion_tokens": 3, "cost": 0.5,
+                                      "prompt_tokens_details": {"cached_tokens": 4}}}
+    server = serve(stream_of(call_delta(0, "c", "note", '{"text": "x"}'), delta("tool_calls"), usage),
+                   stream_of(delta(content="ok"), delta("stop"), usage))
+    events, _ = run_agent(host(server), tmp_path)
+    totals = events[-1].totals
+    assert [totals[k] for k in ("turns", "tool_calls", "input_tokens", "output_tokens",
+                                "cached_tokens", "cost")] == [2, 1, 20, 6, 8, 1.0]
+
+
+def test_a_window_smaller_than_the_budget_is_told_once(tmp_path, serve):
+    window = {"chunks": [json.dumps({"models": [{"name": "m", "context_length": 4096}]}).encode()]}
+    server = serve(says("one"), window, says("two"))
+    agent = ta.Agent(host(server, name="ollama", windows="/api/ps"), Workspace(tmp_path))
+    events = [*agent.run("a"), *agent.run("b")]
+    assert len(of(ta.Warned, events)) == 1
+    assert "OLLAMA_CONTEXT_LENGTH" in of(ta.Warned, events)[0].message
+    assert [path for path, _, _ in server.requests] == ["/v1/chat/completions", "/api/ps",
+                                                        "/v1/chat/completions"]
+
+
+# ─── Showing events ──────────────────────────────────────────────────────────────────────────────
+
+def test_the_answer_alone_goes_to_stdout(tmp_path):
+    (tmp_path / "workspace").mkdir()
+    (tmp_path / "workspace/story.txt").write_text("Once upon a time\n")
+    done = cli(tmp_path, "read story.txt")
+    assert done.stdout == "story.txt begins like this:\n\nOnce upon a time\n"
+    assert "read_file story.txt" in done.stderr and "scripted model" in done.stderr
+    assert "\x1b" not in done.stderr
+
+
+def test_json_is_one_event_a_line_and_nothing_else(tmp_path):
+    done = cli(tmp_path, "--json", "--mode", "auto", "--sandbox", "off",
+               "create fib.py that prints the first 10 Fibonacci numbers, then run it")
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert (events[0]["type"], events[-1]["type"]) == ("run_start", "run_settled")
+    assert done.stdout.isascii() and {e["type"] for e in events} <= set(ta.EVENTS)
+    assert Path(events[-1]["session"]).exists() and events[-1]["answer"].endswith("34")
+    for event in events:
+        kind = ta.EVENTS[event["type"]]
+        assert set(event) == {"type", *kind.__dataclass_fields__}
+
+
+def test_long_texts_are_folded_and_say_so():
+    folded = ta.fold("a" * 5000 + "\n" + "b\n" * 300 + "touch pwned" + " " * 500 + "end")
+    assert "4,001 characters more" in folded or re.search(r"[\d,]+ characters more", folded)
+    assert re.search(r"\d+ lines more", folded) and "touch pwned" in folded and len(folded) < 2500
+
+
+class Terminal:
+    """The program on a pseudo-terminal."""
+
+    def __init__(self, folder, *words, env=()):
+        import pty
+        environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "LANG": "C.UTF-8",
+                       "TERM": "dumb", "AGENT_HOME": str(folder / "home"), **dict(env)}
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            os.execve(sys.executable, [sys.executable, str(PROGRAM), *words], environment)
+        self.text, self.mark = "", 0
+
+    def read_until(self, pattern, seconds=15):
+        import select
+        end = time.monotonic() + seconds
+        while not re.search(pattern, self.text[self.mark:]):
+            assert time.monotonic() < end, f"no {pattern!r} in {self.text[self.mark:]!r}"
+            if select.select([self.fd], [], [], 0.1)[0]:
+                try:
+                    self.text += os.read(self.fd, 65536).decode("utf-8", "replace")
+                except OSError:
+                    break
+        shown, self.mark = self.text[self.mark:], len(self.text)
+        assert re.search(pattern, shown), shown
+        return shown
+
+    def send(self, text):
+        os.write(self.fd, text.encode())
+
+    def exit_status(self):
+        with contextlib.suppress(OSError, AssertionError):
+            self.read_until(r"\Z\A.", 5)
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self.fd)
+        return os.waitstatus_to_exitcode(status)
+
+
+QUESTION = r"allow\? \[y/N\] "
+
+
+@posix
+@pytest.mark.parametrize("answer, exists", [("y", True), ("yes", True), ("n", False), ("", False),
+                                            ("always", False), ("\x04", False)])
+def test_the_person_is_asked_and_sees_what_will_happen(tmp_path, answer, exists):
+    terminal = Terminal(tmp_path, "create fib.py that prints the first 10 Fibonacci numbers")
+    shown = terminal.read_until(QUESTION)
+    assert "fib.py: new file, 6 lines" in shown and "| +a, b = 0, 1" in shown
+    terminal.send(answer + ("" if answer == "\x04" else "\n"))
+    if exists:
+        terminal.read_until(QUESTION)        # for the command
+        terminal.send("n\n")
+    terminal.read_until("denied")
+    assert terminal.exit_status() == 0
+    assert (tmp_path / "workspace/fib.py").exists() is exists
+
+
+@posix
+def test_what_was_typed_before_the_question_is_no_answer(tmp_path, serve):
+    server = serve({"chunks": [sse(call_delta(0, "c", "shell", '{"command": "touch pwned"}'),
+                                   delta("tool_calls"))]}, says())
+    terminal = Terminal(tmp_path, "--base-url", server.url)
+    terminal.read_until("custom ask> ")
+    terminal.send("do it\ny\n")
+    terminal.read_until(QUESTION)
+    terminal.send("n\n")
+    terminal.read_until("custom ask> ")
+    assert not (tmp_path / "workspace/pwned").exists()
+    terminal.send("\x04")
+    assert terminal.exit_status() == 0
+
+
+@posix
+def test_ctrl_c_at_a_question_refuses_and_stops(tmp_path):
+    terminal = Terminal(tmp_path, "create fib.py that prints the first 10 Fibonacci numbers")
+    terminal.read_until(QUESTION)
+    terminal.send("\x03")
+    terminal.read_until("stopped")
+    assert terminal.exit_status() == 130 and not (tmp_path / "workspace/fib.py").exists()
+
+
+# ─── Commands ────────────────────────────────────────────────────────────────────────────────────
+
+@posix
+def test_a_chat(tmp_path):
+    terminal = Terminal(tmp_path, "--mode", "auto", "--sandbox", "off")
+    terminal.read_until("demo auto> ")
+    for line, shown in (("/help", r"/exit: leave"), ("/mode", r"\* auto"), ("/mode plan", r"\* plan"),
+                        ("run echo hi", "plan mode only reads"), ("/mode auto", r"\* auto"),
+                        ("run echo hi", "exit status 0"), ("/status", r"session: /\S+\.jsonl"),
+                        ("/model", "model: scripted"), ("/provider", r"\* demo"), ("/new", "A new"),
+                        ("/status", "not in a file"), ("/nope", "no command /nope; /help"),
+                        ("/mode fast", "there is no mode 'fast'"), ("/provider groq", "GROQ_API_KEY"),
+                        ('"""\nrun echo one\n\n"""', "exit status 0")):
+        terminal.send(line + "\n")
+        terminal.read_until(shown + r"[\s\S]*demo \w+> ")
+    terminal.send("exit\n")
+    assert terminal.exit_status() == 0
+
+
+@posix
+def test_ctrl_c_stops_the_task_and_keeps_the_chat(tmp_path):
+    terminal = Terminal(tmp_path, "--mode", "auto", "--sandbox", "off")
+    terminal.read_until("demo auto> ")
+    terminal.send("run echo $$ > p; sleep 60\n")
+    while not (tmp_path / "workspace/p").exists():
+        time.sleep(0.02)
+    terminal.send("\x03")
+    terminal.read_until("stopped[\\s\\S]*demo auto> ")
+    terminal.send("run echo again\n")
+    terminal.read_until("again[\\s\\S]*demo auto> ")
+    terminal.send("\x04")
+    assert terminal.exit_status() == 0
+
+
+# ─── Settings and main ───────────────────────────────────────────────────────────────────────────
+
+def test_the_first_command_of_the_readme_says_what_would_allow_it(tmp_path):
+    done = cli(tmp_path, "create fib.py that prints the first 10 Fibonacci numbers, then run it")
+    assert done.returncode == 0 and "--mode auto" in done.stdout
+    assert not (tmp_path / "workspace/fib.py").exists()
+    assert "GROQ_API_KEY" in done.stderr and ".env" in done.stderr
+
+
+def test_auto_mode_runs_it_through(tmp_path):
+    done = cli(tmp_path, "--mode", "auto", "--sandbox", "off",
+               "create fib.py that prints the first 10 Fibonacci numbers, then run it")
+    assert done.returncode == 0 and done.stdout.endswith("34\n")
+    assert "range(10)" in (tmp_path / "workspace/fib.py").read_text()
+
+
+BAD = {      # words, environment, the status, words on stderr
+    "an unknown provider": (["-p", "nope", "hi"], {}, 2, "no provider 'nope'"),
+    "an unknown mode": (["--mode", "fast", "hi"], {}, 2, "plan, ask, auto"),
+    "an unknown mode in the environment": (["hi"], {"AGENT_MODE": "Auto "}, 2, "no mode"),
+    "an unknown flag": (["--nope", "hi"], {}, 2, "--nope"),
+    "an abbreviated flag": (["--mod", "auto", "hi"], {}, 2, "--mod"),
+    "no key": (["-p", "groq", "hi"], {}, 2, "GROQ_API_KEY"),
+    "a bad budget": (["hi"], {"AGENT_BUDGET": "16k"}, 2, "whole number"),
+    "a negative number": (["--max-steps", "-1", "hi"], {}, 2, "max-steps"),
+    "no such workspace": (["-w", "nowhere", "hi"], {}, 2, "nowhere"),
+    "a workspace that is a file": (["-w", "file", "hi"], {}, 2, "file"),
+    "a bad address": (["--base-url", "localhost:1", "hi"], {}, 2, "http://"),
+    "a bad rule": (["--allow", "shel:ls", "hi"], {}, 2, "TOOL:PATTERN"),
+    "no session of this id": (["-r", "zzz", "hi"], {}, 1, "zzz"),
+    "no session yet": (["-c", "hi"], {}, 1, "no session"),
+    "a session that is none": (["-r", "file", "hi"], {}, 1, "not a session file"),
+    "nothing to do": ([], {}, 2, "no task"),
+    "nobody there": (["--base-url", "http://127.0.0.1:9/v1", "hi"], {}, 1, "connection refused")}
+
+
+@pytest.mark.parametrize("words, env, status, said", BAD.values(), ids=BAD)
+def test_bad_input_gets_a_line_that_says_what_to_do(tmp_path, words, env, status, said):
+    (tmp_path / "file").write_text("x\n")
+    done = cli(tmp_path, *words, env=env)
+    assert done.returncode == status and said in done.stderr, done.stderr
+    assert not done.stdout and "Traceback" not in done.stderr
+    assert (tmp_path / "file").read_text() == "x\n" and not (tmp_path / "home/sessions").exists()
+
+
+@pytest.mark.parametrize("lines, found", [
+    ("A=1\nexport B = two words # note\n\n# C=3\nD='x # y'\nE=\"q\"\nF=\n",
+     {"A": "1", "B": "two words", "D": "x # y", "E": "q", "F": ""}),
+    ("\ufeffA=b=c\r\n", {"A": "b=c"})])
+def test_env_files(tmp_path, lines, found):
+    (tmp_path / ".env").write_bytes(lines.encode())
+    assert ta.read_env_file(tmp_path / ".env") == found
+
+
+@pytest.mark.parametrize("line", ["no equals", "1A=x", "A B=x", "A='open", "=x"])
+def test_a_broken_env_line_is_named(tmp_path, line):
+    (tmp_path / ".env").write_text(f"A=1\n{line}\n")
+    with pytest.raises(ta.UsageError, match="line 2"):
+        ta.read_env_file(tmp_path / ".env")
+
+
+@pytest.fixture
+def copied(tmp_path, serve):
+    """A copy of the program with a .env beside it: (run(words, env), the server)."""
+    server = serve(says("from the server"))
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app/tiny_agent.py").write_text(SOURCE, "utf-8")
+    (tmp_path / "app/.env").write_text(f"AGENT_BASE_URL={server.url}\nAGENT_API_KEY={KEY}\n")
+
+    def run(*words, env=()):
+        environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **dict(env)}
+        return subprocess.run([sys.executable, str(tmp_path / "app/tiny_agent.py"), *words],
+                              cwd=tmp_path, env=environment, capture_output=True, text=True, input="")
+    return run, server
+
+
+def test_settings_come_from_flags_then_environment_then_the_env_file(copied):
+    run, server = copied
+    assert run("hi").stdout == "from the server\n"
+    assert server.requests[0][1]["Authorization"] == f"Bearer {KEY}"
+    run("hi", env={"AGENT_API_KEY": "other-key", "AGENT_MODEL": "big"})
+    assert server.requests[1][1]["Authorization"] == "Bearer other-key"
+    assert server.body()["model"] == "big"
+    run("-m", "small", "hi", env={"AGENT_MODEL": "big"})
+    assert server.body()["model"] == "small"
+
+
+def test_the_workspace_cannot_configure_the_program(tmp_path, serve):
+    server = serve(says())
+    (tmp_path / ".env").write_text("AGENT_MODE=auto\nAGENT_API_KEY=wrong\n")
+    done = cli(tmp_path, "-w", tmp_path, "--base-url", server.url, "hi")
+    assert "mode ask" in done.stderr and "Authorization" not in server.requests[0][1]
+
+
+def test_a_session_goes_on_with_the_same_history(tmp_path, serve):
+    server = serve(stream_of(call_delta(0, "c1", "find_files", '{"pattern": "*"}'),
+                             delta("tool_calls")), says("first answer"), says("second answer"))
+    words = ["--base-url", server.url, "-m", "m"]
+    assert cli(tmp_path, *words, "one").stdout == "first answer\n"
+    assert cli(tmp_path, *words, "-c", "two").stdout == "second answer\n"
+    before, after = server.body(1), server.body(2)
+    assert after["messages"][:len(before["messages"])] == before["messages"]
+    assert after["tools"] == before["tools"]
+    assert [m["content"] for m in after["messages"][-2:]] == ["first answer", "two"]
+    assert len(list((tmp_path / "home").rglob("*.jsonl"))) == 2           # one session, the audit
+
+
+def test_piped_input_joins_the_task(tmp_path, serve):
+    server = serve(says())
+    cli(tmp_path, "--base-url", server.url, "review", "this", stdin="line 1\n/mode auto\n")
+    assert server.body()["messages"][-1]["content"] == "review this\n\nline 1\n/mode auto"
+    cli(tmp_path, "--base-url", server.url, stdin="only this\n")
+    assert server.body()["messages"][-1]["content"] == "only this"
+    cli(tmp_path, "--base-url", server.url, "--", "--mode", "auto")
+    assert server.body()["messages"][-1]["content"] == "--mode auto"
+
+
+EXITS = {"answered": (says(), [], 0), "cut by length": (says("half", "length"), [], 1),
+         "filtered": (says("half", "content_filter"), [], 1),
+         "a wrong key": (error_reply(401, {}), [], 1),
+         "step limit": (stream_of(call_delta(0, None, "find_files", '{"pattern": "*"}'),
+                                  delta("tool_calls")), ["--max-steps", "2"], 3)}
+
+
+@pytest.mark.parametrize("reply, words, status", EXITS.values(), ids=EXITS)
+def test_exit_statuses(tmp_path, serve, reply, words, status):
+    done = cli(tmp_path, "--base-url", serve(reply).url, *words, "hi")
+    assert done.returncode == status
+    assert (not done.stdout) == (status != 0 and "half" not in done.stdout)
+
+
+@posix
+def test_ctrl_c_in_one_shot_is_130(tmp_path, serve):
+    server = serve({"chunks": [], "end": "stall"})
+    process = subprocess.Popen(
+        [sys.executable, str(PROGRAM), "--base-url", server.url, "hi"], cwd=tmp_path,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    while not server.requests:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, out) == (130, b"") and b"Traceback" not in err
+
+
+def test_no_session_leaves_nothing(tmp_path):
+    done = cli(tmp_path, "--no-session", "--mode", "auto", "--sandbox", "off", "--json", "run seq 9999")
+    assert json.loads(done.stdout.splitlines()[-1])["session"] is None
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_reader_that_goes_away_ends_the_run_quietly(tmp_path):
+    command = f'"{sys.executable}" "{PROGRAM}" --json --no-session "sing" | head -n 1'
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True,
+                          env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)})
+    assert json.loads(done.stdout)["type"] == "run_start" and "Traceback" not in done.stderr
+
+
+# ─── House rules ─────────────────────────────────────────────────────────────────────────────────
+
+TREE = ast.parse(SOURCE)
+MARKS = [(number, line.strip("# ─")) for number, line in enumerate(SOURCE.splitlines(), 1)
+         if line.startswith("# ─── ")]
+
+
+def section(line) -> int:
+    return sum(mark <= line for mark, _ in MARKS)
+
+
+def test_only_the_standard_library_is_imported():
+    names = {alias.name for node in ast.walk(TREE) if isinstance(node, ast.Import)
+             for alias in node.names}
+    names |= {node.module for node in ast.walk(TREE) if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
+
+
+def test_the_map_has_the_titles_of_the_sections():
+    listed = re.findall(r"^      ([A-Z]\w*(?: \w+)*)  +\w", ast.get_docstring(TREE, False), re.M)
+    assert listed == [title for _, title in MARKS]
+
+
+def test_tests_have_the_titles_of_the_sections_too():
+    own = re.findall(r"^# ─── (.*?) ─", Path(__file__).read_text("utf-8"), re.M)
+    assert own == ["Helpers", *[title for _, title in MARKS], "House rules"]
+
+
+def test_each_section_uses_only_those_above_it():
+    home = {node.name: section(node.lineno) for node in TREE.body if hasattr(node, "name")}
+    late = [(node.lineno, node.id) for node in ast.walk(TREE) if isinstance(node, ast.Name)
+            and home.get(node.id, 0) > section(node.lineno)]
+    assert late == []
+
+
+def test_nothing_above_the_front_ends_prints():
+    first = next(line for line, title in MARKS if title == "Showing events")
+    prints = [node.lineno for node in ast.walk(TREE) if isinstance(node, ast.Name)
+              and node.id in ("print", "input") and node.lineno < first]
+    assert prints == []
+
+
+def test_lines_are_short_and_sections_have_heads():
+    source = SOURCE.splitlines()
+    assert [n for n, line in enumerate(source, 1) if len(line) > 100] == []
+    for number, title in MARKS:
+        head = list(iter(iter(source[number:]).__next__, ""))
+        assert 2 <= sum(line.startswith("#") for line in head), title
+
+
+def test_every_tool_documents_every_parameter():
+    for schema in TOOLS:
+        assert schema["description"]
+        for name, about in schema["parameters"]["properties"].items():
+            assert about.get("description"), (schema["name"], name)
+
+
+def test_public_classes_and_functions_have_docstrings():
+    events = {kind.__name__ for kind in ta.EVENTS.values()}
+    bare = [node.name for node in TREE.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+            and not ast.get_docstring(node) and not node.name.startswith(("_", "demo_"))
+            and node.name not in events]
+    assert bare == []
+
+
+README, DESIGN = ((HERE / name).read_text("utf-8") for name in ("README.md", "DESIGN.md"))
+
+
+def table(text, title) -> list[str]:
+    """The first cells of the table under a heading."""
+    part = text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `([^`]+)`", part, re.M)
+
+
+def test_the_tables_of_the_readme_are_true():
+    assert table(README, "Events") == list(ta.EVENTS)
+    assert [name.replace("\\|", "|") for name in table(README, "Commands of the chat")] == [
+        f.__doc__.partition(":")[0] for f in ta.COMMANDS.values()]
+    assert [name.partition(" ")[0] for name in table(README, "Settings")] == [
+        row[0] for row in ta.SETTINGS]
+    assert table(README, "Tools") == list(Workspace(".").tools())
+    assert table(README, "Providers") == list(ta.PROVIDERS)
+
+
+def test_the_design_has_the_titles_of_the_sections():
+    headings = re.findall(r"^### (.*)", DESIGN, re.M)
+    assert headings == [title for _, title in MARKS]
+
+
+def test_the_example_settings_are_those_that_are_read():
+    named = re.findall(r"^#?\s*([A-Z_]+)=", (HERE / ".env.example").read_text("utf-8"), re.M)
+    keys = [p.key_env for p in ta.PROVIDERS.values() if p.key_env]
+    assert sorted(named) == sorted([*(row[0] for row in ta.SETTINGS), "AGENT_API_KEY", "AGENT_HOME",
+                                    *keys])
+    read = set(re.findall(r'"(AGENT_[A-Z_]+)"', SOURCE))
+    assert read <= set(named)
+
+
+def experiments() -> list[tuple[str, str]]:
+    """(commands, what they print) of the README's experiments: ```sh and ```text blocks."""
+    part = README.partition("\n## Experiments\n")[2].partition("\n## ")[0]
+    return re.findall(r"```sh\n(.*?)```\n+```text\n(.*?)```", part, re.S)
+
+
+@posix
+@pytest.mark.parametrize("commands, printed", experiments())
+def test_the_experiments_of_the_readme(tmp_path, commands, printed):
+    (tmp_path / "tiny_agent.py").write_text(SOURCE, "utf-8")
+    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(tmp_path),
+           "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(["bash", "-c", commands], cwd=tmp_path, env=env, text=True, timeout=60,
+                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+    assert re.sub(r"\(\d+\.\d s\)", "(0.0 s)", done.stdout) == printed
+
+
+# ── Figures, for `make bench`: printed side by side with a bare Python, never asserted
+
+def fastest(function, times=5) -> float:
+    """Seconds of the fastest of some calls."""
+    def once():
+        start = time.perf_counter()
+        function()
+        return time.perf_counter() - start
+    return min(once() for _ in range(times))
+
+
+def bench() -> None:
+    """Prints figures of this machine."""
+    import tempfile
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run = [sys.executable, "-c"]
+        bare = fastest(lambda: subprocess.run([*run, "pass"]))
+        start = fastest(lambda: subprocess.run([sys.executable, str(PROGRAM), "--version"],
+                                               stdout=subprocess.DEVNULL))
+        print(f"start-up              {start * 1000:8.1f} ms   bare Python {bare * 1000:.1f} ms")
+
+        turns = 200
+        calls = [[("find_files", {"pattern": "nothing"})]] * turns + ["done"]
+        agent = ta.Agent(ScriptedProvider(calls), Workspace(folder), max_steps=turns + 1,
+                         session=Session.new(folder / "home", folder), home=folder / "home")
+        seconds = fastest(lambda: list(agent.run("go")), 1) / turns
+        print(f"a turn, scripted      {seconds * 1000:8.2f} ms   over {turns} turns, one call each")
+        agent.session.close()
+
+        server = Server(says())
+        agent = ta.Agent(Provider("custom", server.url, "m"), Workspace(folder))
+        seconds = fastest(lambda: list(agent.run("go")), 20)
+        print(f"a turn, loopback HTTP {seconds * 1000:8.2f} ms")
+        server.close()
+
+        count = 50_000
+        session = Session.new(folder / "home", folder / "long")
+        seconds = fastest(lambda: talk(session, *["some words of a message"] * count), 1)
+        print(f"session, append       {seconds / count * 1e6:8.1f} us   an entry")
+        session.close()
+        size = session.path.stat().st_size
+        loading = fastest(lambda: Session.load(session.path).close(), 1)
+        parsing = fastest(lambda: [json.loads(x) for x in open(session.path)], 1)
+        print(f"session, load         {loading / count * 1e6:8.1f} us   an entry of {count:,} "
+              f"({size / 1e6:.0f} MB); json.loads alone {parsing / count * 1e6:.1f} us")
+        loaded = Session.load(session.path)
+        seconds = fastest(lambda: ta.project(loaded.active_path()), 1)
+        print(f"session, project      {seconds / count * 1e6:8.1f} us   an entry")
+
+        for number in range(1000):
+            (folder / f"f{number}.txt").write_text("some words on a line\n" * 200)
+        seconds = fastest(lambda: Workspace(folder).grep("nothing like it", "."), 2)
+        print(f"grep                  {seconds * 1000:8.0f} ms   1,000 files of 200 lines")
+    with contextlib.suppress(ImportError):
+        import resource
+        print(f"memory, at the most   {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024:8} MB")
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["bench"]:
+    bench()
