@@ -3027,10 +3027,10 @@ class Agent:
 
     def use_tool(self, call: ToolCall) -> Iterator[Event]:
         """Decides about a call and runs it if it may; returns its Outcome."""
-        started = time.monotonic()
         decision, arguments, refusal = self.judge(call)
         yield ToolStart(call.id, call.name, call.arguments, decision.decision,
                         str(decision.rule) if decision.rule else None, decision.reason)
+        started = time.monotonic()
         if refusal:
             outcome = Outcome(refusal, True)
         else:
@@ -3163,6 +3163,7 @@ class Screen:
         self.live = out.isatty()             # is there somebody to see the answer grow?
         self.colour = has_colour(err)
         self.open_line = False               # has text been shown that did not end its line?
+        self.asked = False                   # has the person seen this call already?
 
     def style(self, code: str, text: str) -> str:
         return f"{code}{text}{PLAIN_STYLE}" if self.colour else text
@@ -3203,8 +3204,11 @@ class Screen:
                 first = brief(next(filter(str.strip, content.splitlines()), ""), 100)
                 self.say(f"  {'failed' if is_error else 'ok'}, {seconds:.1f} s: {first}",
                          RED if is_error else DIM)
-            case MessageEnd(ToolResultMessage(details={"diff": diff})):
-                self.say("\n".join("  " + line for line in fold(diff, 20, 200).split("\n")), DIM)
+            case MessageEnd(ToolResultMessage(details=details)):
+                if "diff" in details and not self.asked:
+                    diff = fold(details["diff"], 20, 200).split("\n")
+                    self.say("\n".join("  " + line for line in diff), DIM)
+                self.asked = False
             case Retry(attempt, delay, error):
                 self.say(f"attempt {attempt} failed: {error['message']}; the next one "
                          f"{f'in {delay:.0f} s' if delay else 'follows'}", DIM)
@@ -3269,19 +3273,22 @@ def asker(agent: Agent, screen: Screen) -> Callable[[Question], bool | str]:
         screen.say(f"- {question.name}: {question.reason}", BOLD)
         for line in fold(visible(question.preview)).split("\n"):
             screen.say(f"  | {line}")
-        with contextlib.suppress(ImportError, OSError):
-            import termios                   # what was typed before the question does not count
-            termios.tcflush(sys.stdin, termios.TCIFLUSH)
-        print("  allow? [y/N] ", end="", file=sys.stderr, flush=True)
+        screen.asked = True
+        answer = ""
         try:
             with interrupts(signal.default_int_handler):
-                answer = sys.stdin.readline()
+                with contextlib.suppress(ImportError, OSError):
+                    import termios           # what was typed before the question does not count
+                    termios.tcflush(sys.stdin, termios.TCIFLUSH)
+                if not agent.abort.done:
+                    print("  allow? [y/N] ", end="", file=sys.stderr, flush=True)
+                    answer = sys.stdin.readline()
         except KeyboardInterrupt:
-            print(file=sys.stderr)
             agent.stop()
-            return "the person stopped the run"
         if not answer.endswith("\n"):
             print(file=sys.stderr)
+        if agent.abort.done:
+            return "the person stopped the run"
         return answer.strip().lower() in ("y", "yes")
     return ask
 
@@ -3431,7 +3438,8 @@ def status_(chat: Chat, rest: str) -> None:
     """/status: what is set, and where the session lies"""
     agent = chat.agent
     for line in (describe(agent), f"session: {agent.session.file or 'not in a file (yet)'}",
-                 f"last run: {json.dumps(agent.totals)}" if agent.totals else "no run yet"):
+                 "last run: " + (", ".join(f"{name.replace('_', ' ')} {count}" for name, count
+                                           in agent.totals.items() if count) or "none yet")):
         chat.screen.say(line)
 
 
