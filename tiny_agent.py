@@ -348,10 +348,11 @@ def visible(text: str) -> str:
 
 def brief(text: str, limit: int = 200) -> str:
     """The text in one line of at most `limit` characters; of an HTML page its title or words."""
-    if re.match(r"\s*<(!doctype|html|head|body)", text, re.I):
+    if re.match(r"[\s\ufeff]*(<!--.*?-->\s*)?<(!doctype|html|head|body|\?xml)", text, re.I | re.S):
         title = re.search(r"<title[^>]*>(.*?)</title>", text, re.I | re.S)
         text = title[1] if title else re.sub(r"(?s)<(script|style).*?</\1>|<[^>]*>", " ", text)
-    text = visible(mask(" ".join(text.split())))
+    text = re.sub(r"//[^/\s@]+@", "//", " ".join(text.split()))       # no passwords of addresses
+    text = visible(mask(text.lstrip("\ufeff")))
     return text if len(text) <= limit else text[:limit - 1] + "…"
 
 
@@ -387,6 +388,7 @@ class ProviderError(AgentError):
                  delay: float | None = None, window: int | None = None):
         super().__init__(brief(message), brief(hint, 400))
         self.kind, self.attempts, self.delay, self.window = kind, attempts, delay, window
+        self.details = message           # all that the server said, for learn()
 
     def to_json(self) -> dict:
         """The error as it stands in events."""
@@ -468,7 +470,8 @@ class Answer:
         self.status, self.headers = 0, {}
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
         self.socket, self.closed = None, False
-        self.patience, self.last_event = PATIENCE["first byte"], time.monotonic()
+        self.patience, self.event_patience = PATIENCE["first byte"], PATIENCE["event"]
+        self.last_event = time.monotonic()
 
     def talk(self, method: str, headers: dict, body: bytes | None) -> None:
         """The thread: puts the answer's head into the inbox, the pieces of its body, then b""."""
@@ -501,7 +504,7 @@ class Answer:
 
     def take(self) -> object:
         """The next thing from the inbox, within the time that is left for it."""
-        seconds = min(self.patience, self.last_event + PATIENCE["event"] - time.monotonic())
+        seconds = min(self.patience, self.last_event + self.event_patience - time.monotonic())
         try:
             item = self.inbox.get(timeout=max(0, seconds))
         except queue.Empty:
@@ -516,7 +519,7 @@ class Answer:
     def chunks(self) -> Iterator[bytes]:
         """Yields the body in pieces as they arrive, inflated if the server squeezed it."""
         import zlib
-        squeezed = self.headers.get("Content-Encoding", "").strip().lower() in ("gzip", "deflate")
+        squeezed = re.search("gzip|deflate", self.headers.get("Content-Encoding", ""), re.I)
         inflate = zlib.decompressobj(wbits=47).decompress if squeezed else bytes
         self.patience = min(self.patience, PATIENCE["byte"])
         size = 0
@@ -555,7 +558,7 @@ def connect(url: str) -> tuple:
         way = proxies.get(goal.scheme) or proxies.get("all")
         at = urlsplit(way if "://" in way else f"http://{way}") if way else goal
     if at.scheme not in ("http", "https") or not at.hostname:
-        raise ValueError(f"not an address for HTTP: {at.geturl()}")
+        raise ValueError(f"{at.scheme}://{at.hostname or ''} is not an address for HTTP")
     extra = {}
     if at is not goal and at.username:
         import base64
@@ -603,10 +606,10 @@ def tls_context():
 
 def connection_error(error: Exception, url: str) -> ProviderError:
     """What went wrong below HTTP, as a network error that says what to do."""
+    import http.client
     import socket
     import ssl
-    from urllib.parse import urlsplit
-    host = urlsplit(url).hostname
+    host = (re.match(r"\w+://(?:[^/@]*@)?(\[[^]]*\]|[^/:]*)", url) or ["", "?"])[1].strip("[]")
     if isinstance(error, ssl.SSLCertVerificationError):
         return ProviderError("network", f"the certificate of {host} is not trusted: "
                              f"{error.verify_message}",
@@ -616,11 +619,15 @@ def connection_error(error: Exception, url: str) -> ProviderError:
         return ProviderError("network", f"the name {host} cannot be resolved",
                              "check the address and the network connection", attempts=3)
     if isinstance(error, ConnectionRefusedError) and is_loopback(host):
-        return ProviderError("network", f"nothing answers at {url}: connection refused",
+        return ProviderError("network", f"nothing answers at {url}, connection refused",
                              "start the server first (Ollama: `ollama serve`), or check the "
                              "address after --base-url")
-    if isinstance(error, (ValueError, UnicodeError)):
-        return ProviderError("invalid_request", f"{url}: {error}", "check the base URL")
+    if isinstance(error, (ValueError, http.client.InvalidURL)):
+        return ProviderError("invalid_request", f"{url}: {error}",
+                             "check the base URL and the proxy settings (HTTPS_PROXY and its kin)")
+    if "Tunnel connection failed: 4" in str(error):
+        return ProviderError("network", f"the proxy refuses: {error}",
+                             "check the proxy settings (HTTPS_PROXY and its kin)")
     what = str(error) or type(error).__name__
     return ProviderError("network", f"the connection to {host} failed: {what}",
                          "check the network connection and the proxy settings", attempts=5)
@@ -631,8 +638,8 @@ def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
     parts: list[bytes] = []
     after_cr = False
     for chunk in chunks:
-        if after_cr and chunk.startswith(b"\n"):
-            chunk = chunk[1:]
+        if after_cr and chunk:
+            chunk, after_cr = chunk.removeprefix(b"\n"), False
         if not chunk:
             continue
         after_cr = chunk.endswith(b"\r")
@@ -653,7 +660,7 @@ def server_events(chunks: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
     name, data = "", []
     for number, line in enumerate(lines(chunks)):
         line = line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
-        if not line and data:
+        if not line and any(data):
             yield name, b"\n".join(data)
         if not line:
             name, data = "", []
@@ -665,7 +672,7 @@ def server_events(chunks: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
         elif key in (b"data", b"error"):
             data.append(value)
             name = "error" if key == b"error" else name
-    if data:
+    if any(data):
         yield name, b"\n".join(data)
 
 
@@ -685,7 +692,8 @@ def json_events(chunks: Iterable[bytes]) -> Iterator[dict]:
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     if start[:1] in (b"{", b"["):
         body = parse_event(start + b"".join(chunks))
-        yield from [body, DONE]
+        yield body if body.keys() & {"choices", "content", "error"} else {"error": body}
+        yield DONE
     elif start[:1] == b"<":
         page = (start + b"".join(chunks)).decode("utf-8", "replace")
         raise ProviderError("network", f"a web page came instead of an answer: {brief(page, 120)}",
@@ -700,15 +708,15 @@ def json_events(chunks: Iterable[bytes]) -> Iterator[dict]:
 
 
 def parse_event(data: bytes) -> dict:
-    """One JSON object (of a list, its first). Raises ProviderError: a server error."""
+    """One JSON object (of a list, its first). Raises ProviderError: a network error."""
     try:
-        value = json.loads(data.decode("utf-8", "replace"))
+        value = json.loads(data.decode("utf-8", "replace"), strict=False)
     except (ValueError, RecursionError):
         value = None
     if isinstance(value, list) and value:
         value = value[0]
     if not isinstance(value, dict):
-        raise ProviderError("server", "the server sent something that is not a JSON object: "
+        raise ProviderError("network", "the server sent something that is not a JSON object: "
                             + brief(data.decode("utf-8", "replace"), 80), attempts=5)
     return value
 
@@ -723,24 +731,26 @@ OVERFLOW = "|".join((
     r"exceed_context_size", r"exceeds the (available|maximum) context size",
     r"(greater|longer) than the context length", r"n_keep.*>= ?n_ctx", r"context the overflows",
     r"too large for model with", r"max_tokens must be at least 1, got -",
-    r"exceeded model token limit", r"exceeds the limit of \d", r"context_window_exceeded"))
+    r"exceeded model token limit", r"exceeds the limit of \d", r"context_window_exceeded",
+    r"context length is only \d"))
 WINDOW = re.compile(r"limit:? (\d+), requested|maximum (?:context|prompt) length (?:is|of) (\d+)|"
                     r"> ?(\d+) maximum|context limit: .*> ?(\d+)|n_ctx\W+(\d+)|"
-                    r"context size\W+(\d+)|"
+                    r"context size\W+(\d+)|context length (?:is|of) only (\d+)|"
+                    r"token limit:? (\d+)|"
                     r"maximum number of tokens allowed \((\d+)\)|with (\d+) maximum context|"
                     r"limit of (\d+)|maximum of (\d+) tokens|at most (\d+) tokens", re.I)
+NO_CREDIT = "the account has no credit left; add some, or choose another provider with -p"
 NO_RIGHT = "check the key in {key_env}"
 NO_MODEL = "choose another one with -m; {base_url}/models lists what there is"
 FAULTS = (
     # status      what the text says                     kind         attempts, delay, hint
     ("413|429", r"request too large",                    "overflow", 1, None, ""),
     ("413",     r"",                                     "overflow", 1, None, ""),
-    ("400",     r"^\W*$",                                "overflow", 1, None, ""),   # Cerebras
+    ("400",     r"^\s*$",                                "overflow", 1, None, ""),   # Cerebras
     ("400|404|422|5..", OVERFLOW,                        "overflow", 1, None, ""),
-    ("402",     r"",                                     "auth", 1, None,
-     "the account has no credit left; add some, or choose another provider with -p"),
-    ("429",     r"insufficient_quota|insufficient balance", "auth", 1, None,
-     "the account has no credit left; add some, or choose another provider with -p"),
+    ("402",     r"",                                     "auth", 1, None, NO_CREDIT),
+    ("429",     r"insufficient_quota|insufficient balance", "auth", 1, None, NO_CREDIT),
+    ("400",     r"credit balance",                       "auth", 1, None, NO_CREDIT),
     ("403",     r"error code: 1010",                     "auth", 1, None,
      f"the site refuses this program by its User-Agent ({USER_AGENT}), not by the key"),
     ("401|403", r"",                                     "auth", 1, None, NO_RIGHT),
@@ -766,9 +776,10 @@ FAULTS = (
     ("",        r"",                                     "invalid_request", 1, None, ""),
 )
 STATUS_OF_NAME = {   # for errors inside an answer with status 200, where no number is given
-    "rate_limit": 429, "overloaded": 529, "authentication": 401, "permission": 403,
-    "not_found": 404, "invalid_request": 400, "tool_use_failed": 400, "exceed_context": 400,
-    "context_length": 400}
+    "insufficient_quota": 402, "billing": 402, "rate_limit": 429, "resource_exhausted": 429,
+    "overloaded": 529, "authentication": 401, "invalid_api_key": 401, "permission": 403,
+    "not_found": 404, "too_large": 413, "tool_use_failed": 400, "exceed_context": 400,
+    "context_length": 400, "invalid_request": 400}
 
 
 def read_fault(body: str | dict | list) -> tuple[str, str]:
@@ -786,13 +797,14 @@ def read_fault(body: str | dict | list) -> tuple[str, str]:
     about = inner if isinstance(inner, dict) else body
     message = inner if isinstance(inner, str) else about.get("message") or about.get("detail") \
         or about.get("title") or ""
-    if isinstance(message, list):
-        message = "; ".join(str(m.get("msg", m)) if isinstance(m, dict) else str(m)
-                            for m in message)
-    elif not isinstance(message, str):
-        message = json.dumps(message)
+    if isinstance(message, list):            # FastAPI: where, and what is wrong there
+        message = "; ".join(" ".join(map(str, [*m.get("loc", ()), m.get("msg", m)]))
+                            if isinstance(m, dict) else str(m) for m in message)
+    elif not isinstance(message, str) or not message:
+        message = json.dumps(message or body)
     codes = " ".join(str(about[k]) for k in ("code", "type", "status", "status_code", "param")
                      if about.get(k) is not None)
+    codes += " ".join(re.findall(r"'type': '(\w+)'", str(about.get("detail"))))
     cause = about.get("metadata") if isinstance(about.get("metadata"), dict) else {}
     if cause.get("raw"):                        # OpenRouter: what the host behind it said
         deeper, more = read_fault(cause["raw"])
@@ -806,7 +818,7 @@ def refusal(status: int, body: str | dict, headers=None, **names: str) -> Provid
     message, codes = read_fault(body)
     if status == 200:
         number = re.search(r"\b[45]\d\d\b", codes)
-        named = [code for name, code in STATUS_OF_NAME.items() if name in codes]
+        named = [code for name, code in STATUS_OF_NAME.items() if name in codes.lower()]
         status = int(number[0]) if number else named[0] if named else 500
     if 300 <= status < 400:
         return ProviderError("invalid_request", f"the server redirects (status {status})",
@@ -821,11 +833,14 @@ def refusal(status: int, body: str | dict, headers=None, **names: str) -> Provid
     attempts = {"true": max(attempts, 5), "false": 1}.get(wanted, attempts)
     if kind == "invalid_request" and hint == NO_MODEL and names.get("name") == "ollama":
         hint = "`ollama pull {model}` fetches it"
-    window = WINDOW.search(message) if kind == "overflow" else None
-    return ProviderError(
-        kind, message if str(status) in message else f"{message or 'refused'} (status {status})",
+    window = WINDOW.search(f"{message} {body}") if kind == "overflow" else None
+    error = ProviderError(
+        kind, message if str(status) in message else
+        f"{message.strip('{} ') or 'refused'} (status {status})",
         hint.format(**names), attempts=attempts, delay=delay,
         window=int(next(filter(None, window.groups()))) if window else None)
+    error.details = f"{codes} {message}"
+    return error
 
 
 DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:([\d.]+)(ms|s))?")
@@ -857,12 +872,14 @@ def wait_asked_for(headers, body: str | dict, message: str) -> float | None:
             sent = headers.get("Date")
             since = parsedate_to_datetime(sent).timestamp() if sent else now
             found.append(parsedate_to_datetime(after).timestamp() - since)
-    text = body if isinstance(body, str) else json.dumps(body)
+    text = (body if isinstance(body, str) else json.dumps(body)).replace("\\", "")
     if detail := re.search(r'"retryDelay":\s*"([^"]+)"', text):
         found.append(seconds_of(detail[1]))
-    if asked := re.search(r"(?:try again|retry) in ((?:\d+h)?(?:\d+m)?[\d.]+m?s)", message, re.I):
-        found.append(seconds_of(asked[1]))
-    if reset := re.search(r'"X-RateLimit-Reset":\s*"?(\d{12,})', text, re.I):
+    if asked := re.search(r"(?:try again|retry) (?:in|after) ((?:\d+h)?(?:\d+m)?[\d.]+ ?m?s)",
+                          message, re.I):
+        found.append(seconds_of(asked[1].replace(" ", "")))
+    if reset := re.search(r'"X-RateLimit-Reset":\s*"?(\d{12,})',
+                          f'{text} "X-RateLimit-Reset":{headers.get("X-RateLimit-Reset")}', re.I):
         found.append(int(reset[1]) / 1000 - now)
     for what in ("tokens", "requests"):
         if headers.get(f"x-ratelimit-remaining-{what}") == "0":
@@ -904,8 +921,7 @@ def short_id(text: str) -> str:
 def known_name(name: str, names: Iterable[str]) -> str:
     """The tool that a model means by a name with leaked tokens, a prefix or other letter case."""
     name = name.partition("<|")[0].strip()
-    last = re.split(r"[.:/]", name)[-1]
-    for guess in (name, last):
+    for guess in (name, *reversed(re.split(r"[.:/]", name))):
         found = [known for known in names if known.casefold() == guess.casefold()]
         if guess in names or len(found) == 1:
             return guess if guess in names else found[0]
@@ -921,11 +937,11 @@ def parse_arguments(text: str) -> dict | None:
         if abs(float(token)) == float("inf") or token == "NaN":
             raise ValueError(token)
         return float(token)
+    read = functools.partial(json.loads, parse_float=no_number, parse_constant=no_number,
+                             strict=False)
     try:
-        value = json.loads(text, parse_float=no_number, parse_constant=no_number) \
-            if text.strip() else {}
-        if isinstance(value, str):
-            value = json.loads(value, parse_float=no_number, parse_constant=no_number)
+        value = read(text) if text.strip() else {}
+        value = read(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return None
     return {} if value is None else value if isinstance(value, dict) else None
@@ -936,20 +952,20 @@ CALL_TEXT = re.compile(r"""\s*(?:
     <tool_call>\s*(?P<tagged>\{.*?\})\s*</tool_call>
   | (?:<tool_call>\s*)?<function=(?P<name>[\w.-]+)>(?P<parameters>.*?)</function>
     (?:\s*</tool_call>)?
-  | (?:<\|start\|>assistant)?(?:<\|channel\|>)?\w+\s+to=(?P<harmony>[\w.]+)[^{]*?<\|message\|>
-    (?P<body>\{.*?\})\s*(?:<\|call\|>|<\|end\|>|\Z)
+  | (?:<\|start\|>)?(?:assistant)?(?:<\|channel\|>)?(?:\w+)?\s*to=(?P<harmony>[\w.]+)
+    [^{]*?<\|message\|>(?P<body>\{.*?\})\s*(?:<\|call\|>|<\|end\|>|\Z)
   | ```(?:json|tool_call)?\s*(?P<fenced>\{.*?\})\s*```
   | (?P<bare>\{.*\})
   )\s*""", re.S | re.X)
-CALL_START = re.compile(r"<tool_call>|<function=|<\|start\|>assistant<\|channel\|>|<\|channel\|>|"
-                        r"```(?:json|tool_call)?\s*\{|\A\s*\{")
-MAY_BE_CALL = re.compile(r"\s*(\{|```(json|tool_call)|`{1,3}[a-z_]{0,9}\Z)")
+CALL_START = re.compile(r"<tool_call>|<function=|<\|start\|>|<\|channel\|>|"
+                        r"```(?:json|tool_call)?\s*\{|\A\s*(?:\{|(?:commentary )?to=functions)")
+WHOLE_CALLS = ("{", "```json", "```tool_call", "to=functions", "commentary to=functions")
 MAY_OPEN = re.compile(r"<tool_call>|<function=|<\|\w|</think>|<[\w/|]{0,11}\Z")
 
 
 def calls_in_text(text: str, names: Iterable[str]) -> tuple[str, list[tuple[str, str]]]:
     """(the text before, [(name, arguments as JSON)]) if calls of known tools end the text."""
-    for start in CALL_START.finditer(text):
+    for start in itertools.islice(CALL_START.finditer(text), 100):
         calls, place = [], start.start()
         while place < len(text) and (found := CALL_TEXT.match(text, place)):
             name, arguments = found["name"] or found["harmony"], found["body"] or ""
@@ -960,7 +976,7 @@ def calls_in_text(text: str, names: Iterable[str]) -> tuple[str, list[tuple[str,
             elif found["name"]:
                 pairs = re.findall(r"<parameter=([\w.-]+)>\n?(.*?)\n?</parameter>",
                                    found["parameters"], re.S)
-                arguments = json.dumps(dict(pairs))
+                arguments = json.dumps(dict(pairs)) if pairs else found["parameters"]
             if not isinstance(name, str) or known_name(name, names) not in names:
                 break
             calls.append((known_name(name, names), arguments))
@@ -1017,7 +1033,8 @@ class Reply:
 
     def settled(self) -> int:
         """How far the content can be shown: not past what may turn out to be a call or a tag."""
-        if self.names and MAY_BE_CALL.match(self.content):
+        start = self.content.lstrip()
+        if self.names and any(mark.startswith(start[:len(mark)]) for mark in WHOLE_CALLS):
             return 0
         found = MAY_OPEN.search(self.content, self.sent)
         return found.start() if found else len(self.content)
@@ -1046,24 +1063,33 @@ class Reply:
             self.by_index.pop(index, None)           # so that the newest is the last
             self.by_index[index] = call
         call.given = call.given or id
-        if name and (not call.name or call.name != name and call.name + name in self.names):
+        if name and (not call.name or call.name != name and self.begins(call.name + name)):
             call.name += name
         if extra:
             self.data.setdefault("extra_content", {})[call.id] = extra
         piece = arguments if isinstance(arguments, str) else json.dumps(arguments)
         if piece and piece != "null":
             call.arguments += piece
-            yield from self.tell(call)
-            yield ToolcallDelta(call.id, known_name(call.name, self.names), piece)
+            if call.name:
+                yield from self.tell(call)
+                yield ToolcallDelta(call.id, known_name(call.name, self.names), piece)
+
+    def begins(self, name: str) -> bool:
+        """Is it the beginning of a tool's name?"""
+        return any(known.startswith(name) for known in self.names)
 
     def index_of(self, id: str, name: str) -> object:
-        """The index for a piece that has none: a known id's, a new one, or the last."""
-        if id:
-            return next((i for i, call in self.by_index.items() if call.given == id), id)
-        last = next(reversed(self.by_index), None)
-        whole = last is not None and self.by_index[last].arguments \
-            and parse_arguments(self.by_index[last].arguments) is not None
-        return len(self.calls) + 1000 if last is None or name and whole else last
+        """The index for a piece that has none: a known id's, the last, or a new one if a name
+        comes that cannot belong to that call any more."""
+        by_id = {call.given: index for index, call in self.by_index.items()}
+        index = by_id.get(id, id) if id else next(reversed(self.by_index), None)
+        call = self.by_index.get(index)
+        if call is None:
+            return index if id else len(self.calls)
+        whole = call.arguments and parse_arguments(call.arguments) is not None
+        other = name and call.name and (whole if name == call.name else
+                                        not self.begins(call.name + name))
+        return f"new {len(self.calls)}" if other else index
 
     def tell(self, call: Pending) -> Iterator[Event]:
         if call.place == "new":
@@ -1091,10 +1117,10 @@ class Reply:
         else:
             self.content += self.held
         self.held = ""
-        if lost := re.match(r"((?:(?!<think>).)*?)(?:\n</think>\s*|</think>\s*\n\s*)(.*)",
-                            self.content, re.S):     # the opening tag was in the prompt
-            self.thinking, self.content = self.thinking + lost[1].strip(), lost[2]
-            self.sent = min(self.sent, len(self.content))
+        lost = re.match(r"((?:(?!<think>).)*?)(?:\n</think>\s*|</think>\s*\n\s*)(.*)",
+                        self.content, re.S)
+        if lost and not self.thinking:               # the opening tag was in the prompt
+            self.thinking, self.content, self.sent = lost[1].strip(), lost[2], 0
         if self.finish in BROKEN_FINISH:
             raise ProviderError(*BROKEN_FINISH[self.finish][:3],
                                 attempts=BROKEN_FINISH[self.finish][3])
@@ -1103,9 +1129,10 @@ class Reply:
             for number, (name, arguments) in enumerate(written):
                 yield from self.add_call(f"text {number}", "", name, arguments)
         yield from self.send(len(self.content))
-        self.calls = [call for call in self.calls if call.name]
         for call in self.calls:
             call.name = known_name(call.name, self.names)
+        self.calls = [call for call in self.calls if call.name]
+        for call in self.calls:
             yield from self.tell(call)
         yield from self.end_calls()
         if not self.content.strip() and not self.calls and FINISH.get(self.finish) != "length":
@@ -1131,7 +1158,10 @@ FINISH = {"length": "length", "model_length": "length", "max_tokens": "length"}
 BROKEN_FINISH = {       # kind, message, hint, attempts
     "content_filter": ("invalid_request", "the provider's filter stopped the answer", "", 1),
     "refusal": ("invalid_request", "the model refused to answer (refusal)", "", 1),
+    "sensitive": ("invalid_request", "the provider's filter stopped the answer", "", 1),
     "error": ("server", "the provider broke the answer off", "", 5),
+    "abort": ("server", "the provider broke the answer off", "", 5),
+    "network_error": ("network", "the provider lost its connection", "", 5),
     "insufficient_system_resource": ("server", "the provider ran out of resources", "", 5),
     "model_context_window_exceeded": ("overflow", "the context window is exceeded", "", 1),
 }
@@ -1149,7 +1179,7 @@ def usage_of(counts: dict) -> Usage | None:
     if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
         cached = details["cached_tokens"]
     asked = first("prompt_tokens", "input_tokens")
-    if "input_tokens" in counts:            # Anthropic counts what came from its cache apart
+    if "prompt_tokens" not in counts:       # Anthropic counts what came from its cache apart
         asked += first("cache_read_input_tokens") + first("cache_creation_input_tokens")
     cost = counts.get("cost")
     return Usage(asked, first("completion_tokens", "output_tokens"), cached,
@@ -1160,11 +1190,14 @@ class Provider:
     """A host of chat completions: `Provider("groq", base_url, model, "GROQ_API_KEY")`.
 
     `habits` are what is particular to it: `short_ids` (only ids of nine letters and digits),
-    `needs_reasoning` (a reasoning field on every message with calls), `extra` (more fields of the
-    request), `drop` and `rename` (fields that it refuses). A refusal that names the habit to
-    change changes it, once, for as long as the object lives.
+    `needs_reasoning` (a reasoning field on every message with calls), `answers_tools` (results are
+    followed by an assistant message), `extra` (more fields of the request), `drop` and `rename`
+    (fields that it refuses), `windows` (where it tells context lengths). A refusal that names the
+    habit to change changes it, for as long as the object lives.
     """
     path = "/chat/completions"
+    needed = {"model", "messages", "stream", "tools", "role", "content", "tool_calls",
+              "tool_call_id"}
 
     def __init__(self, name: str, base_url: str, model: str, key_env: str | None = None,
                  **habits: object):
@@ -1209,8 +1242,9 @@ class Provider:
                 ProviderError("aborted", "stopped")
             self.window = error.window or self.window
             if error.attempts == 1 and error.kind == "invalid_request" \
-                    and self.learn(str(error)) and self.to_wire(system, messages, tools) != body:
-                error.attempts, error.delay = 2, 0
+                    and self.learn(error.details, body) \
+                    and self.to_wire(system, messages, tools) != body:
+                error.attempts, error.delay = 5, 0
             ended = "aborted" if error.kind == "aborted" else "error"
             yield from reply.end_calls()
             yield Failed(error, reply.message(ended, error.message))
@@ -1228,7 +1262,7 @@ class Provider:
                         return
                     yield from self.take(data, reply)
                     if reply.ended:
-                        answer.patience = PATIENCE["end"]
+                        answer.event_patience = PATIENCE["end"]
             except ProviderError as error:
                 if not reply.ended or error.kind != "network":
                     raise
@@ -1261,7 +1295,7 @@ class Provider:
             yield from self.from_wire(data, reply)
         except (AttributeError, KeyError, TypeError, IndexError, ValueError) as problem:
             # A server may send anything; what the translator cannot read is the server's fault.
-            raise ProviderError("server", "the answer has a shape that no provider is known for: "
+            raise ProviderError("network", "the answer has a shape that no provider is known for: "
                                 f"{type(problem).__name__} in {brief(json.dumps(data), 80)}",
                                 attempts=5) from problem
 
@@ -1275,28 +1309,29 @@ class Provider:
                     self.window = window_in(json.loads(answer.text()), self.model) or self.window
         return self.window
 
-    def learn(self, message: str) -> bool:
-        """Changes the habit that a refusal names. False if it names none."""
-        if re.search(r"reasoning_content", message) and re.search("missing|must be", message, re.I):
-            self.habits["needs_reasoning"] = True
-        elif re.search(r"tool call id .* must be", message, re.I):
-            self.habits["short_ids"] = True
-        elif found := REFUSED_FIELD.search(message):
-            name, better = next(filter(None, found.groups())), USE_INSTEAD.search(message)
-            if name in NEEDED_FIELDS:
-                return False
+    def learn(self, text: str, body: dict) -> bool:
+        """Changes the habit that a refusal of this body names. False if it names none."""
+        sent = {*body, *(name for message in body["messages"] for name in message)}
+        named = [name for name in sent - self.needed if re.search(rf"\b{name}\b", text)]
+        if named and REFUSES.search(text):
+            better = re.search(r"use ['\"`]?(\w+)['\"`]? instead", text, re.I)
             if better:
-                self.habits["rename"] = {**self.habits.get("rename", {}), name: better[1]}
-            self.habits["drop"] = {*self.habits.get("drop", ()), name}
+                named = [name for name in named if name != better[1]]
+                self.habits["rename"] = {**self.habits.get("rename", {}),
+                                         **dict.fromkeys(named, better[1])}
+            self.habits["drop"] = {*self.habits.get("drop", ()), *named}
+        elif re.search(r"reasoning_content.*(missing|must be passed)|missing .?reasoning_content",
+                       text, re.I):
+            self.habits["needs_reasoning"] = True
+        elif re.search(r"tool call id .* must be", text, re.I):
+            self.habits["short_ids"] = True
         else:
             return False
         return True
 
 
-REFUSED_FIELD = re.compile(r"(?:unsupported|unrecognized|unknown|extra|invalid|unexpected)"
-                           r"[\w ]*?:? ?['\"`](\w+)['\"`]|['\"`](\w+)['\"`] (?:is|are) (?:not|un)"
-                           r"|extra_forbidden\W+body\W+(\w+)", re.I)
-USE_INSTEAD = re.compile(r"use ['\"`](\w+)['\"`] instead", re.I)
+REFUSES = re.compile(r"un(supported|recognized|known|expected)|not? (be )?(supported|permitted|"
+                     r"allowed|accepted)|extra|forbidden|additional propert", re.I)
 WINDOW_FIELDS = ("loaded_context_length", "context_window", "max_model_len", "context_length",
                  "max_context_length")
 
@@ -1313,17 +1348,21 @@ def window_in(body: dict | list, model: str) -> int | None:
     return min((size for size in sizes if isinstance(size, int)), default=None)
 
 
-NEEDED_FIELDS = {"model", "messages", "role", "content", "tools", "tool_calls", "tool_call_id"}
 THINKING_FIELDS = ("reasoning_content", "reasoning", "reasoning_text")
 
 
 def to_openai(system: str, messages: list[Message], tools: list[dict], provider: Provider) -> dict:
     """The body of a chat completions request."""
     habits = provider.habits
-    the_id = short_id if habits.get("short_ids") else str
+    longest = 0 if habits.get("short_ids") else 40           # OpenAI takes 40 characters
+
+    def the_id(text: str) -> str:
+        return short_id(text) if len(text) > longest else text
     sent: list[dict] = [{"role": "system", "content": system}]
     for message in messages:
         if isinstance(message, UserMessage):
+            if sent[-1]["role"] == "tool" and habits.get("answers_tools"):
+                sent.append({"role": "assistant", "content": "(stopped)"})
             sent.append({"role": "user", "content": message.content})
         elif isinstance(message, ToolResultMessage):
             sent.append({"role": "tool", "tool_call_id": the_id(message.tool_call_id),
@@ -1337,7 +1376,8 @@ def to_openai(system: str, messages: list[Message], tools: list[dict], provider:
     for old, new in habits.get("rename", {}).items():
         if old in body:
             body[new] = body[old]
-    for part in (body, *sent):
+    calls = (call for message in sent for call in message.get("tool_calls", ()))
+    for part in (body, *sent, *calls):
         for name in habits.get("drop", ()):
             part.pop(name, None)
     return body
@@ -1354,10 +1394,16 @@ def _assistant_to_openai(message: AssistantMessage, provider: Provider, the_id: 
         sent["reasoning_details"] = own["reasoning_details"]
     extra = own.get("extra_content", {})
     calls = [{"id": the_id(call.id), "type": "function",
-              "function": {"name": call.name, "arguments": json.dumps(call.arguments or {})},
+              "function": {"name": wire_name(call.name),
+                           "arguments": json.dumps(call.arguments or {})},
               **({"extra_content": extra[call.id]} if call.id in extra else {})}
              for call in message.tool_calls]
     return {**sent, "tool_calls": calls} if calls else sent
+
+
+def wire_name(name: str) -> str:
+    """A tool's name in the characters that every host takes; a model may have made it up."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name)[:64]
 
 
 def own_data(message: AssistantMessage, provider: Provider) -> dict:
@@ -1394,16 +1440,17 @@ def from_openai(chunk: dict, reply: Reply) -> Iterator[Event]:
                 yield from reply.add_text(part.get("text") or "")
         if delta.get("refusal"):
             yield from reply.add_text(delta["refusal"])
-        for call in delta.get("tool_calls") or ():
+        for number, call in enumerate(delta.get("tool_calls") or ()):
             function = call.get("function") or {}
-            yield from reply.add_call(call.get("index"), call.get("id") or "",
+            index = call.get("index") if "delta" in choice else number
+            yield from reply.add_call(index, str(call.get("id") or ""),
                                       function.get("name") or "", function.get("arguments") or "",
                                       call.get("extra_content"))
         old = delta.get("function_call") or {}
         if old.get("name") or old.get("arguments"):
             yield from reply.add_call(0, "", old.get("name") or "", old.get("arguments") or "")
         if choice.get("finish_reason"):
-            reply.finish, reply.ended = str(choice["finish_reason"]), True
+            reply.finish, reply.ended = str(choice["finish_reason"]).lower(), True
 
 
 def add_detail(details: list[dict], piece: dict) -> None:
@@ -1421,6 +1468,7 @@ def add_detail(details: list[dict], piece: dict) -> None:
 class Anthropic(Provider):
     """A host of Anthropic messages."""
     path = "/messages"
+    needed = Provider.needed | {"system", "max_tokens"}
 
     def headers(self) -> dict[str, str]:
         return {"x-api-key": self.key(), "anthropic-version": "2023-06-01"}
@@ -1443,7 +1491,7 @@ def to_anthropic(system: str, messages: list[Message], tools: list[dict],
             if message.content.strip():
                 blocks.append({"type": "text", "text": message.content})
             blocks += [{"type": "tool_use", "id": re.sub(r"[^\w-]", "_", call.id),
-                        "name": call.name, "input": call.arguments or {}}
+                        "name": wire_name(call.name), "input": call.arguments or {}}
                        for call in message.tool_calls]
         elif isinstance(message, ToolResultMessage):
             role, blocks = "user", [{
@@ -1661,7 +1709,7 @@ PROVIDERS: dict[str, Provider] = {offered.name: offered for offered in (
     Provider("deepseek", "https://api.deepseek.com/v1", "deepseek-chat", "DEEPSEEK_API_KEY",
              needs_reasoning=True),
     Provider("mistral", "https://api.mistral.ai/v1", "devstral-medium-latest", "MISTRAL_API_KEY",
-             short_ids=True),
+             short_ids=True, answers_tools=True),
     Provider("ollama", "http://localhost:11434/v1", "qwen3:4b", windows="/api/ps"),
     ScriptedProvider(demo_reply, name="demo", model="scripted"),
 )}
@@ -2821,6 +2869,7 @@ def project(entries: Iterable[Entry]) -> list[Message]:
 # entry is in the ledger before its event is told. Left out for now: steering, parallel calls.
 
 WAITS = (1, 2, 4, 8)         # seconds before a request is sent again, if the server names no time
+MOST_ATTEMPTS = 5            # of one request, whatever went wrong
 LONGEST_WAIT = 120           # seconds; a longer wait is not waited but reported
 
 
@@ -2934,15 +2983,19 @@ class Agent:
 
     def ask_model(self) -> Iterator[Event]:
         """Sends the request until there is a reply or no hope; returns (message, error)."""
+        failed: dict[tuple, int] = {}
         for attempt in itertools.count(1):
             message, error, begun = yield from self.request()
             if error is None:
                 yield from self.check_window()
                 return message, None
+            same = error.kind, error.attempts            # failures of another kind count apart
+            failed[same] = failed.get(same, 0) + 1
             delay = error.delay if error.delay is not None else \
                 WAITS[min(attempt, len(WAITS)) - 1] * random.uniform(0.9, 1.1)
-            if attempt >= error.attempts or delay > LONGEST_WAIT:
-                if error.attempts > attempt:
+            over = attempt >= MOST_ATTEMPTS or failed[same] >= error.attempts
+            if over or delay > LONGEST_WAIT:
+                if not over:
                     error.hint = f"the server asks to wait {delay:,.0f} s; try again after that"
                 if not begun:
                     yield from self.record(message)
@@ -3585,7 +3638,8 @@ class Settings:
         """(who answers, why it is that one)"""
         name, model = self.get("AGENT_PROVIDER"), self.get("AGENT_MODEL")
         base_url = self.get("AGENT_BASE_URL")
-        if base_url and not re.match(r"https?://[^/\s]", base_url):
+        if base_url and not re.fullmatch(r"https?://([^/\s[\]]+|\[[0-9a-fA-F:.]+\](:\d+)?)(/\S*)?",
+                                         base_url):
             raise UsageError(f"the base URL {brief(base_url, 80)!r} is not an address",
                              "it begins with http:// or https:// and ends before /chat/completions")
         last = next((e.message for e in reversed(session.active_path())
