@@ -1136,18 +1136,49 @@ def test_a_schema_comes_from_signature_and_docstring():
     assert schema["parameters"]["required"] == ["text"]
 
 
-def test_an_annotation_without_a_json_form_is_refused():
-    def bad(when: datetime.date):
-        """Bad."""
-    with pytest.raises(TypeError, match="date"):
-        ta.tool_schema(bad)
+def no_form(when: datetime.date):
+    """Bad."""
+
+
+def no_type(when):
+    """Bad."""
+
+
+def many(*when: str):
+    """Bad."""
+
+
+@pytest.mark.parametrize("function, words", [(no_form, "when of no_form.*date"),
+                                             (no_type, "when of no_type.*without a type"),
+                                             (many, r"many cannot have \*when")])
+def test_what_has_no_json_form_is_refused_by_name(function, words):
+    with pytest.raises(TypeError, match=words):
+        ta.tool_schema(function)
+
+
+def test_annotations_that_are_text_and_no_docstring_are_fine():
+    def late(text: "str", maybe: "int | None"):
+        return text, maybe
+    schema = ta.tool_schema(late)
+    assert schema["parameters"]["properties"] == {"text": {"type": "string"},
+                                                  "maybe": {"type": "integer"}}
+    assert schema["parameters"]["required"] == ["text"] and schema["description"] == ""
+    assert ta.check_arguments(late, {"text": "x"}) == {"text": "x", "maybe": None}
+
+
+def test_a_literal_is_taken_as_its_own_kind():
+    assert ta.fit("2", typing.Literal[1, 2]) == 2 and type(ta.fit(2, typing.Literal[1, 2])) is int
+    for value in (2.0, True, "3"):
+        with pytest.raises(ValueError):
+            ta.fit(value, typing.Literal[1, 2])
 
 
 @pytest.mark.parametrize("name, given, taken", [
     ("count", "5", 5), ("count", 5.0, 5), ("count", "2.0", 2), ("share", "0.25", 0.25),
     ("share", 1, 1.0), ("loud", "true", True), ("loud", "False", False), ("names", '["a"]', ["a"]),
     ("more", '{"a": 1}', {"a": 1}), ("kind", "b", "b"), ("maybe", "7", 7), ("count", 10 ** 20,
-                                                                           10 ** 20)])
+                                                                           10 ** 20),
+    ("count", "9007199254740993", 9007199254740993)])
 def test_arguments_that_can_only_mean_one_thing_are_taken(name, given, taken):
     assert ta.check_arguments(sample, {"text": "x", name: given}) == {"text": "x", name: taken}
 
@@ -1164,6 +1195,7 @@ def test_null_leaves_an_optional_argument_out(name):
     ({"text": "x", "count": float("inf")}, "whole"), ({"text": "x", "share": "nan"}, "a number"),
     ({"text": "x", "loud": "maybe"}, "true or false"), ({"text": "x", "names": "a"}, "a list"),
     ({"text": "x", "names": [1]}, "a text"), ({"text": "x", "kind": "c"}, "'a', 'b'"),
+    ({"text": "x", "share": "Infinity"}, "a number"), ({"text": "a\ud800"}, "whole characters"),
     ({"text": "x", "more": []}, "an object"), ({"words": "x"}, "'words'")])
 def test_other_arguments_are_answered_with_the_right_form(arguments, words):
     with pytest.raises(ToolError) as error:
@@ -1313,6 +1345,28 @@ def test_a_replacement_must_match_once(ws, old, new, words):
     assert (ws / "f").read_text() == "x1\nx2\nx3\nvalue = 1\naaa\n"
 
 
+def test_odd_bytes_are_not_overwritten_by_their_stand_in(ws):
+    (ws / "f").write_bytes(b"caf\xe9\n")
+    with pytest.raises(ToolError, match="replace_in_file"):
+        use(ws, "write_file", path="f", content=use(ws, "read_file", path="f")[7:])
+    assert (ws / "f").read_bytes() == b"caf\xe9\n"
+
+
+DIFFS = {     # before, after, lines of the diff that must be there, its most lines
+    "one line": ("a\nb\nc\nd\ne\n", "a\nb\nX\nd\ne\n", ["@@ -1,5 +1,5 @@", "-c", "+X"], 9),
+    "at the end of a long file": ("x\n" * 9000 + "y", "x\n" * 9000 + "z",
+                                  ["@@ -8999,3 +8999,3 @@", "-y", "+z"], 9),
+    "too different": ("a\n" * 9000, "b\n" * 9000, ["f: changes an existing file, 9,000 lines before, "
+                                                 "9,000 after: too long for a diff"], 1)}
+
+
+@pytest.mark.parametrize("before, after, lines, most", DIFFS.values(), ids=DIFFS)
+def test_diffs(ws, before, after, lines, most):
+    (ws / "f").write_text(before)
+    found = Workspace(ws).diff("f", after).split("\n")
+    assert set(lines) <= set(found) and len(found) <= most
+
+
 def test_a_failed_write_leaves_the_old_file(ws, monkeypatch):
     (ws / "f").write_text("old")
 
@@ -1351,6 +1405,27 @@ def test_grep_gives_places_and_leaves_out_what_is_not_the_persons(tree):
     for pattern, path in (("(", "."), ("x", "nowhere"), ("x", "..")):
         with pytest.raises(ToolError):
             use(tree, "grep", pattern=pattern, path=path)
+
+
+@posix
+def test_a_link_that_leads_to_itself_hides_nothing_else(tree):
+    (tree / "loop").symlink_to("loop")
+    assert "a.py:1: needle" in use(tree, "grep", pattern="needle")
+    assert use(tree, "find_files", pattern="a.py") == "a.py"
+
+
+@posix
+def test_ctrl_c_ends_a_costly_pattern(ws):
+    (ws / "r.txt").write_text("a" * 40 + "!")
+    workspace = Workspace(ws)
+    before = signal.signal(signal.SIGINT, lambda *_: workspace.abort.set())
+    try:
+        # from another process: a match lets no thread of this one run
+        subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -INT {os.getpid()}"])
+        with pytest.raises(KeyboardInterrupt):
+            workspace.grep("(a+)+$")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_hits_and_names_have_a_limit(ws):
@@ -1407,6 +1482,25 @@ def test_a_background_child_does_not_hold_the_call(ws):
 
 
 @posix
+@pytest.mark.parametrize("broken", ["no folder", "full disk"])
+def test_output_that_cannot_be_kept_is_clipped_all_the_same(ws, monkeypatch, broken):
+    if broken == "no folder":
+        (ws.parent / "outputs").write_text("a file")
+    else:
+        monkeypatch.setattr(ta, "MAX_RESULT", ta.MAX_RESULT)
+        real_open = os.fdopen
+        monkeypatch.setattr(os, "fdopen", lambda handle, mode="r", **more: real_open(
+            os.open("/dev/full", os.O_WRONLY), mode, **more) if "w" in mode and more else
+            real_open(handle, mode, **more))
+    text = use(ws, "shell", limit=2000, command="seq 1 200000", timeout=20)
+    assert text.startswith("exit status 0") and text.endswith("200000")
+    assert "could not be kept" in text
+    (ws / "many.txt").write_text("hit it\n" * 300)
+    assert "characters left out" in Workspace(ws, limit=1000, outputs=ws.parent / "outputs").clip(
+        "x" * 5000, "grep")
+
+
+@posix
 def test_long_output_is_clipped_and_kept(ws):
     text = use(ws, "shell", limit=2000, command="echo HEAD; seq 1 20000; echo TAIL")
     assert len(text) <= 2000 and "HEAD" in text and text.endswith("TAIL")
@@ -1428,7 +1522,23 @@ def test_results_of_any_tool_are_clipped(tmp_path):
                      mode="auto")
     agent.tools["flood"] = flood
     list(agent.run("go"))
+    assert "flood" in [schema["name"] for schema in agent.provider.requests[0]["tools"]]
     assert 3000 <= len(results(agent)[0]) < 3300 and "57,000 characters left out" in results(agent)[0]
+
+
+def test_tools_of_a_class_of_ones_own(tmp_path):
+    class Mine(Workspace):
+        """A workspace with one tool more."""
+
+        @ta.tool
+        def shout(self, text: str) -> str:
+            """Shouts."""
+            return text.upper()
+
+    agent = ta.Agent(ScriptedProvider([[("shout", {"text": "x"})], "ok"]), Mine(tmp_path), mode="auto")
+    list(agent.run("go"))
+    assert results(agent) == ["X"]
+    assert [s["name"] for s in agent.provider.requests[0]["tools"]] == [*Workspace(".").tools(), "shout"]
 
 
 # ─── Permissions ─────────────────────────────────────────────────────────────────────────────────
@@ -1546,6 +1656,12 @@ def test_a_hook_that_fails_vetoes_before_a_tool_and_is_reported_elsewhere(tmp_pa
         assert "oops" in of(ta.Warned, events)[0].message and (tmp_path / "a").exists()
 
 
+def test_a_hook_without_a_name_may_fail_too(tmp_path):
+    import functools
+    events, agent = hooked(tmp_path, "run_end", functools.partial(int, "x"))
+    assert "failed" in of(ta.Warned, events)[0].message
+
+
 def test_a_hook_cannot_change_what_was_shown(tmp_path):
     hooked(tmp_path, "before_tool", lambda name, args: args.update(content="changed"))
     assert (tmp_path / "a").read_text() == "x"
@@ -1647,7 +1763,11 @@ def test_a_file_cut_at_any_byte_loads_and_goes_on(tmp_path):
 
 DAMAGES = {"half a line": b'{"type":"mess', "NUL bytes": b"\0" * 99, "a number": b"42",
            "not UTF-8": b'{"type":"message","x":"\xff"}', "no message": b'{"type":"message","id":"00",'
-           b'"parent_id":null,"timestamp":"","message":{"role":"x"}}', "nested": b"[" * 100_000}
+           b'"parent_id":null,"timestamp":"","message":{"role":"x"}}', "nested": b"[" * 100_000,
+           "a parent that is a list": b'{"type":"x","id":"00","parent_id":[],"timestamp":""}',
+           "a compaction without a summary": b'{"type":"compaction","id":"00","parent_id":null,'
+           b'"timestamp":""}',
+           "a second header": b'{"type":"header","id":"00","parent_id":null,"timestamp":"","version":1}'}
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
@@ -1671,6 +1791,41 @@ def test_what_is_no_session_is_refused_and_not_touched(tmp_path, data):
     with pytest.raises(ta.SessionError):
         Session.load(path)
     assert path.read_bytes() == data
+
+
+HEADERS = {"a parent": {"parent_id": "zz"}, "itself as parent": {"parent_id": "h"},
+           "tools that are none": {"tools": 5}, "a prompt that is none": {"system": [1]},
+           "a folder that is none": {"cwd": 7}}
+
+
+@pytest.mark.parametrize("odd", HEADERS.values(), ids=HEADERS)
+def test_odd_headers_do_no_harm(tmp_path, odd):
+    header = {"type": "header", "id": "h", "parent_id": None, "timestamp": "", "version": 1, **odd}
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(header) + "\n")
+    events, agent = run_agent(["fine"], tmp_path, session=Session.load(path))
+    assert events[-1].answer == "fine" and len(agent.session.active_path()) == 3
+    assert isinstance(agent.provider.requests[0]["system"], str)
+    agent.session.close()
+
+
+@pytest.mark.parametrize("version", ['"1"', "null", "[]"])
+def test_a_version_that_is_no_number_is_no_session(tmp_path, version):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"type":"header","id":"h","parent_id":null,"timestamp":"","version":%s}\n' % version)
+    with pytest.raises(ta.SessionError):
+        Session.load(path)
+
+
+@posix
+def test_a_full_disk_leaves_no_empty_session_behind(tmp_path, monkeypatch):
+    real_write = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: 0)
+    session = new_session(tmp_path)
+    talk(session, "u1", "a1")
+    monkeypatch.setattr(os, "write", real_write)
+    assert "cannot be written" in session.problem and not list(tmp_path.rglob("*.jsonl"))
+    assert said(session) == ["u1", "a1"]
 
 
 @posix
@@ -2007,6 +2162,64 @@ def test_a_tool_that_breaks_does_not_end_the_loop(tmp_path):
     assert results(agent) == ["the tool failed: ZeroDivisionError: by zero"]
 
 
+def failing(*arguments):
+    raise RuntimeError("lost")
+
+
+def test_a_question_that_fails_is_a_no(tmp_path):
+    events, agent = run_agent([WRITE, "ok"], tmp_path, mode="ask", approve=failing)
+    assert events[-1].answer == "ok" and results(agent) == [
+        "denied: the question failed: RuntimeError: lost"]
+
+
+def test_a_provider_that_fails_ends_the_run_in_order(tmp_path):
+    events, _ = run_agent([failing], tmp_path)
+    assert events[-1].error == {"kind": "server", "hint": "", "message":
+                                "the provider failed: RuntimeError: lost"}
+    assert trace(events) == RUNS["an error"][2].replace("auth", "server")
+
+
+def test_a_tool_cannot_leave_the_program(tmp_path):
+    @ta.tool
+    def leave() -> str:
+        """Leaves."""
+        sys.exit(3)
+
+    agent = ta.Agent(ScriptedProvider([[("leave", {})], "still here"]), Workspace(tmp_path), mode="auto")
+    agent.tools["leave"] = leave
+    assert list(agent.run("go"))[-1].answer == "still here"
+
+
+def test_a_stop_before_the_first_event_counts(tmp_path):
+    agent = ta.Agent(ScriptedProvider([[("note", {"text": "x"})], "no"]), Workspace(tmp_path), mode="auto")
+    run = agent.run("go")
+    agent.stop()
+    assert list(run)[-1].reason == "aborted" and not (tmp_path / "AGENTS.md").exists()
+
+
+def test_what_a_closed_run_did_is_in_the_ledger(tmp_path):
+    agent = ta.Agent(ScriptedProvider([WRITE + [("fly", {})], "no"]), Workspace(tmp_path), mode="auto",
+                     home=tmp_path / "home")
+    for event in agent.run("go"):
+        if isinstance(event, ta.ToolEnd):
+            break
+    del event
+    import gc
+    gc.collect()
+    assert results(agent)[0].startswith("wrote a") and "run was closed" in results(agent)[1]
+    assert len((tmp_path / "home/audit.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_half_reply_of_a_closed_run_is_kept(tmp_path):
+    agent = ta.Agent(ScriptedProvider(["one two three"]), Workspace(tmp_path))
+    for event in agent.run("go"):
+        if isinstance(event, ta.TextDelta):
+            break
+    del event
+    last = agent.session.active_path()[-1].message
+    assert (last.content, last.stop_reason) == ("one", "aborted")
+
+
 def test_the_answer_of_the_person_reaches_the_model(tmp_path):
     asked = []
 
@@ -2229,6 +2442,11 @@ BAD = {      # words, environment, the status, words on stderr
     "no session of this id": (["-r", "zzz", "hi"], {}, 1, "zzz"),
     "no session yet": (["-c", "hi"], {}, 1, "no session"),
     "a session that is none": (["-r", "file", "hi"], {}, 1, "not a session file"),
+    "an id that is empty": (["-r", "", "hi"], {}, 1, "0 sessions"),
+    "nobody's home": (["-w", "~no_such_user_x/y", "hi"], {}, 2, "not a folder"),
+    "nobody's home for sessions": (["hi"], {"AGENT_HOME": "~no_such_user_x/y"}, 2, "not a folder"),
+    "a model that only a real provider has": (["-m", "big", "hi"], {}, 2, "nobody is there"),
+    "JSON without a task": (["--json"], {}, 2, "no task"),
     "nothing to do": ([], {}, 2, "no task"),
     "nobody there": (["--base-url", "http://127.0.0.1:9/v1", "hi"], {}, 1, "connection refused")}
 
@@ -2251,7 +2469,7 @@ def test_env_files(tmp_path, lines, found):
     assert ta.read_env_file(tmp_path / ".env") == found
 
 
-@pytest.mark.parametrize("line", ["no equals", "1A=x", "A B=x", "A='open", "=x"])
+@pytest.mark.parametrize("line", ["no equals", "1A=x", "A B=x", "A='open", "=x", "A=x\0y"])
 def test_a_broken_env_line_is_named(tmp_path, line):
     (tmp_path / ".env").write_text(f"A=1\n{line}\n")
     with pytest.raises(ta.UsageError, match="line 2"):
@@ -2288,7 +2506,7 @@ def test_the_workspace_cannot_configure_the_program(tmp_path, serve):
     server = serve(says())
     (tmp_path / ".env").write_text("AGENT_MODE=auto\nAGENT_API_KEY=wrong\n")
     done = cli(tmp_path, "-w", tmp_path, "--base-url", server.url, "hi")
-    assert "mode ask" in done.stderr and "Authorization" not in server.requests[0][1]
+    assert "ask mode" in done.stderr and "Authorization" not in server.requests[0][1]
 
 
 def test_a_session_goes_on_with_the_same_history(tmp_path, serve):
@@ -2347,6 +2565,62 @@ def test_no_session_leaves_nothing(tmp_path):
     done = cli(tmp_path, "--no-session", "--mode", "auto", "--sandbox", "off", "--json", "run seq 9999")
     assert json.loads(done.stdout.splitlines()[-1])["session"] is None
     assert not (tmp_path / "home").exists()
+
+
+@posix
+@pytest.mark.parametrize("redirect, status", [(">&-", 0), ("2>&-", 0), (">/dev/full", 1), ("<&-", 0)])
+def test_closed_and_full_streams(tmp_path, redirect, status):
+    command = f'"{sys.executable}" "{PROGRAM}" "sing" {redirect}'
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True,
+                          env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)})
+    assert done.returncode == status and "Traceback" not in done.stderr
+    assert status == 0 or "No space left" in done.stderr
+
+
+@posix
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_ends_the_program_and_its_command(tmp_path, name):
+    process = subprocess.Popen(
+        [sys.executable, str(PROGRAM), "--mode", "auto", "--sandbox", "off",
+         "run trap '' TERM HUP; echo $$ > p; sleep 60"], cwd=tmp_path, stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)})
+    file = tmp_path / "workspace/p"
+    while not (file.exists() and file.read_text()):
+        time.sleep(0.02)
+    process.send_signal(getattr(signal, name))
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 128 + getattr(signal, name) and b"Traceback" not in err
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(file.read_text()), 0)
+
+
+def test_resuming_without_keeping_writes_nothing(tmp_path):
+    cli(tmp_path, "sing")
+    [path] = (tmp_path / "home").rglob("sessions/*/*.jsonl")
+    before = path.read_bytes()
+    assert cli(tmp_path, "-c", "--no-session", "run echo x").returncode == 0
+    assert path.read_bytes() == before
+
+
+def test_a_session_is_resumed_in_its_own_folder(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/story.txt").write_text("Once\n")
+    cli(tmp_path, "-w", "there", "sing")
+    [path] = (tmp_path / "home").rglob("sessions/*/*.jsonl")
+    done = cli(tmp_path, "-r", path.stem, "read story.txt")
+    assert "Once" in done.stdout and not (tmp_path / "workspace").exists()
+    (tmp_path / "workspace").mkdir()
+    done = cli(tmp_path, "-r", path.stem, "-w", "workspace", "read story.txt")
+    assert "did not work" in done.stdout and "another folder" in done.stderr
+
+
+def test_a_session_with_a_server_of_its_own_asks_for_the_address(tmp_path, serve):
+    server = serve(says())
+    cli(tmp_path, "--base-url", server.url, "-m", "big", "one")
+    done = cli(tmp_path, "-c", "two")
+    assert done.returncode == 2 and "--base-url" in done.stderr
+    cli(tmp_path, "--base-url", server.url, "-c", "two")
+    assert server.body()["model"] == "big"
 
 
 def test_a_reader_that_goes_away_ends_the_run_quietly(tmp_path):

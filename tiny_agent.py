@@ -1282,7 +1282,7 @@ class Provider:
 
     def refused(self, status: int, body: str | dict, headers=None) -> ProviderError:
         return refusal(status, body, headers, name=self.name, model=self.model,
-                       base_url=self.base_url, key_env=self.key_env or "(it uses none)")
+                       base_url=self.base_url, key_env=self.key_env or "AGENT_API_KEY")
 
     def take(self, data: dict, reply: Reply) -> Iterator[Event]:
         """Feeds one object to the reply. Raises ProviderError if it tells of an error."""
@@ -1736,9 +1736,9 @@ def tool_schema(function: Callable) -> dict:
     A line `name: help` of the docstring describes that parameter. Raises TypeError for an
     annotation that has no JSON form.
     """
-    parameters = inspect.signature(function).parameters
+    parameters = inspect.signature(function, eval_str=True).parameters
     text, helps = [], {}
-    for line in inspect.getdoc(function).splitlines():
+    for line in (inspect.getdoc(function) or "").splitlines():
         name, colon, rest = line.partition(": ")
         if colon and name in parameters:
             helps[name] = rest
@@ -1748,10 +1748,16 @@ def tool_schema(function: Callable) -> dict:
             text.append(line)
     properties = {}
     for name, parameter in parameters.items():
-        properties[name] = type_schema(parameter.annotation)
+        try:
+            properties[name] = type_schema(parameter.annotation)
+        except TypeError as error:
+            raise TypeError(f"the parameter {name} of {function.__name__}: {error}") from None
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise TypeError(f"the tool {function.__name__} cannot have *{name}")
         if name in helps:
             properties[name]["description"] = helps[name]
-    required = [name for name, p in parameters.items() if p.default is p.empty]
+    required = [name for name, p in parameters.items()
+                if p.default is p.empty and not without_none(p.annotation)[1]]
     return {"name": function.__name__, "description": "\n".join(text).strip(),
             "parameters": {"type": "object", "properties": properties, "required": required}}
 
@@ -1772,15 +1778,16 @@ def type_schema(kind: object) -> dict:
     if origin is typing.Literal:
         return {"type": JSON_TYPES[type(arguments[0])], "enum": list(arguments)}
     if origin not in JSON_TYPES:
-        raise TypeError(f"a tool cannot have a parameter of type {kind}; use str, int, float, "
-                        "bool, list, dict, Literal or Optional")
+        what = "without a type" if kind is inspect.Parameter.empty else f"of type {kind}"
+        raise TypeError(f"a tool cannot have a parameter {what}; use str, int, float, bool, list, "
+                        "dict, Literal or Optional")
     items = {"items": type_schema(arguments[0])} if origin is list and arguments else {}
     return {"type": JSON_TYPES[origin], **items}
 
 
 def check_arguments(function: Callable, arguments: dict) -> dict:
     """The arguments as the function wants them. Raises ToolError with the right form."""
-    signature = inspect.signature(function)
+    signature = inspect.signature(function, eval_str=True)
     form = re.sub(r" ->.*|typing\.", "", f"{function.__name__}{signature}")
     given = {name: value for name, value in arguments.items()
              if value is not None or name in signature.parameters}
@@ -1791,8 +1798,10 @@ def check_arguments(function: Callable, arguments: dict) -> dict:
     for name, parameter in signature.parameters.items():
         kind, optional = without_none(parameter.annotation)
         value = given.get(name)
-        if value is None and parameter.default is parameter.empty and not optional:
-            raise ToolError(f"the argument {name!r} is missing; the form is {form}")
+        if value is None and parameter.default is parameter.empty:
+            if not optional:
+                raise ToolError(f"the argument {name!r} is missing; the form is {form}")
+            fitting[name] = None
         if value is None:
             continue
         try:
@@ -1807,27 +1816,26 @@ def fit(value: object, kind: object) -> object:
     """The value as this type, if it can only mean that; ValueError says what is wanted."""
     origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin is typing.Literal:
-        if value not in arguments:
-            raise ValueError(f"one of {', '.join(map(repr, arguments))}")
-        return value
-    if origin in (list, dict) and isinstance(value, str):
+        for choice in arguments:
+            if str(value) == str(choice) and isinstance(value, (type(choice), str)):
+                return choice
+        raise ValueError(f"one of {', '.join(map(repr, arguments))}")
+    if isinstance(value, str) and origin in (int, float, list, dict, bool):
         with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(value)
-    if origin in (int, float) and isinstance(value, (str, int, float)) \
-            and not isinstance(value, bool):
-        with contextlib.suppress(ValueError, OverflowError):
-            number = float(value)
-            if number == number and (origin is float or number.is_integer()):
-                return origin(value) if isinstance(value, int) else origin(number)
-    if origin is bool and str(value).lower() in ("true", "false"):
-        return str(value).lower() == "true"
-    if not isinstance(value, origin) or origin is int:
-        names = {str: "a text", int: "a whole number", float: "a number", bool: "true or false",
-                 list: "a list", dict: "an object"}
-        raise ValueError(names[origin])
-    if origin is list and arguments:
-        return [fit(item, arguments[0]) for item in value]
-    return value
+            value = json.loads(value.strip().lower() if origin is bool else value)
+    if origin in (int, float) and type(value) in (int, float) and abs(value) < float("inf"):
+        if origin is float or value == int(value):
+            return origin(value)
+    elif origin in (bool, list, dict) and type(value) is origin:
+        inner = arguments[0] if origin is list and arguments else None
+        return [fit(item, inner) for item in value] if inner else value
+    elif origin is str and isinstance(value, str):
+        with contextlib.suppress(UnicodeEncodeError):
+            value.encode()
+            return value
+        raise ValueError("a text of whole characters, without halves of surrogate pairs")
+    raise ValueError({str: "a text", int: "a whole number", float: "a number", list: "a list",
+                      bool: "true or false", dict: "an object"}[origin])
 
 
 # ─── Workspace and tools ─────────────────────────────────────────────────────────────────────────
@@ -1916,7 +1924,8 @@ class Output:
             return piece
         if before <= self.limit:
             whole = self.head + piece
-            self.path, self.file = self.new_file("shell")
+            with contextlib.suppress(OSError):
+                self.path, self.file = self.new_file("shell")
             self.head, self.tail = whole[:self.limit // 3], whole[-(self.limit * 2 // 3):]
             self.keep(whole)
         else:
@@ -1926,22 +1935,26 @@ class Output:
 
     def keep(self, text: str) -> None:
         if self.file and self.size <= MAX_KEPT:
-            self.file.write(text)
+            try:
+                self.file.write(text)
+            except OSError:                  # a full disk must not stop the command
+                self.file = self.path = None
 
     def text(self) -> str:
         """What the model gets."""
         if self.file:
-            self.file.close()
+            with contextlib.suppress(OSError):
+                self.file.close()
         if not self.tail:
             return self.head
         left = self.size - len(self.head) - len(self.tail)
         return f"{self.head}\n{left_out(left, self.path)}\n{self.tail}"
 
 
-def left_out(characters: int, path: Path) -> str:
+def left_out(characters: int, path: Path | None) -> str:
     """The line that says what a result does not show, and where it is."""
-    return (f"[{characters:,} characters left out here; the whole of it is in {path}, "
-            "for read_file and grep]")
+    where = f"is in {path}, for read_file and grep" if path else "could not be kept in a file"
+    return f"[{characters:,} characters left out here; the whole of it {where}]"
 
 
 class Workspace:
@@ -1953,15 +1966,14 @@ class Workspace:
 
     def __init__(self, root: str | Path, *, limit: int = 16_000, outputs: Path | None = None):
         self.root = Path(os.path.realpath(root))
-        self.limit, self.outputs = min(limit, MAX_RESULT), outputs
+        self.limit, self.outputs = max(1000, min(limit, MAX_RESULT)), outputs
         self.may_read: Callable[[str], bool] = lambda path: True
         self.abort = Abort()
 
     def tools(self) -> dict[str, Callable]:
         """The tools by name."""
-        methods = [getattr(self, name) for name, member in vars(Workspace).items()
-                   if getattr(member, "is_tool", False)]
-        return {method.__name__: method for method in methods}
+        return {name: getattr(self, name) for kind in reversed(type(self).__mro__)
+                for name, member in vars(kind).items() if getattr(member, "is_tool", False)}
 
     def resolve(self, path: str, reading: bool = False) -> Path:
         """Where a path leads once links and `..` are followed. Raises ToolError if outside.
@@ -2045,9 +2057,11 @@ class Workspace:
         """The text, if it is not too long; else its beginning, and where the whole of it is."""
         if len(text) <= self.limit:
             return text
-        path, file = self.new_output(tool_name)
-        with file:
-            file.write(text)
+        path = None
+        with contextlib.suppress(OSError):
+            path, file = self.new_output(tool_name)
+            with file:
+                file.write(text)
         return f"{text[:self.limit]}\n{left_out(len(text) - self.limit, path)}"
 
     def preview(self, name: str, arguments: dict) -> str:
@@ -2065,14 +2079,20 @@ class Workspace:
     def diff(self, path: str, new: str) -> str:
         """The change to a file as a unified diff, with a line that says what it is."""
         import difflib
-        old = None
-        with contextlib.suppress(OSError, ToolError):
-            old = Text(self.read_bytes(self.resolve(path)), path).text
-        head = f"{path}: new file, {count_of(len(new.splitlines()), 'line')}" if old is None else \
-            f"{path}: changes an existing file"
-        pieces = difflib.unified_diff((old or "").splitlines(), new.splitlines(), "before", "after",
-                                      lineterm="", n=2)
-        return "\n".join([head, *itertools.islice(pieces, 2, None)])
+        try:
+            old = Text(self.read_bytes(self.resolve(path)), path).text.splitlines()
+            head = f"{path}: changes an existing file"
+        except (OSError, ToolError):
+            old, head = [], f"{path}: new file, {count_of(len(new.splitlines()), 'line')}"
+        now = new.splitlines()
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(old, now)))
+        start = max(0, same - 2)             # what is equal at the beginning need not be compared
+        if max(len(old), len(now)) - start > 5000:
+            return f"{head}, {len(old):,} lines before, {len(now):,} after: too long for a diff"
+        pieces = difflib.unified_diff(old[start:], now[start:], lineterm="", n=2)
+        shift = functools.partial(re.sub, r"(?<=[-+])\d+", lambda n: str(int(n[0]) + start))
+        return "\n".join([head, *(shift(piece) if piece.startswith("@@") else piece
+                                  for piece in itertools.islice(pieces, 2, None))])
 
     # ── The tools
 
@@ -2119,6 +2139,9 @@ class Workspace:
         real = self.resolve(path)
         change = self.diff(path, content)
         old = Text(self.read_bytes(real) if os.path.lexists(real) else b"", path)
+        if "\ufffd" in content and re.search("[\udc80-\udcff]", old.text):
+            raise ToolError(f"{path} holds bytes that are not UTF-8, and read_file shows them as "
+                            "\ufffd; change it with replace_in_file, which keeps them")
         data = old.encode(old.in_style(content))
         self.write_bytes(real, data)
         return Outcome(f"wrote {self.name(real)}: {count_of(len(content.splitlines()), 'line')}, "
@@ -2196,7 +2219,17 @@ class Workspace:
         start, hits = self.resolve(path, reading=True), []
         if not os.path.lexists(start):
             raise ToolError(f"there is no {path}")
-        end = time.monotonic() + GREP_SECONDS
+        end, here = time.monotonic() + GREP_SECONDS, threading.get_ident()
+
+        def interrupt() -> None:             # in a signal handler it ends even a costly match
+            if threading.get_ident() == here:
+                raise KeyboardInterrupt
+        with self.abort.calling(interrupt):
+            self.search(regex, start, end, hits)
+        return "\n".join(hits) or f"nothing matches {pattern}"
+
+    def search(self, regex: re.Pattern, start: Path, end: float, hits: list[str]) -> None:
+        """Adds hits below `start`, until there are many or the time is over."""
         for name, real in self.files(start):
             if time.monotonic() > end or self.abort.done:
                 hits.append(f"[stopped after {GREP_SECONDS} s; search a smaller folder]")
@@ -2212,7 +2245,6 @@ class Workspace:
             if len(hits) > 100:
                 hits[100:] = ["[more than 100 hits; use a narrower pattern or path]"]
                 break
-        return "\n".join(hits) or f"nothing matches {pattern}"
 
     def files(self, start: Path) -> Iterator[tuple[str, Path]]:
         """Yields (name, resolved path) of the files that may be read, in order of their names."""
@@ -2231,7 +2263,7 @@ class Workspace:
                 continue
             real = Path(os.path.realpath(entry.path) if entry.is_symlink() else entry.path)
             inside = self.root in real.parents or not entry.is_symlink()
-            if inside and entry.is_file() and self.may_read(self.name(real)):
+            if inside and real.is_file() and self.may_read(self.name(real)):
                 yield self.name(Path(entry.path)), real
 
     @tool
@@ -2322,13 +2354,16 @@ def end_command(process) -> None:
     if not hasattr(os, "killpg"):
         process.kill()
         return
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    try:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
+            os.killpg(process.pid, signal.SIGTERM)
             end = time.monotonic() + 0.5
-            while number == signal.SIGTERM and time.monotonic() < end:
+            while time.monotonic() < end:
                 os.killpg(process.pid, 0)              # raises once nobody is left
                 time.sleep(0.01)
+    finally:                                           # also if the person is out of patience
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 # ─── Permissions ─────────────────────────────────────────────────────────────────────────────────
@@ -2541,7 +2576,8 @@ class Hooks:
                 if isinstance(text := function(*copy.deepcopy(arguments)), str) and text:
                     texts.append(text)
             except Exception as error:      # a hook is foreign code; the run must not end with it
-                problems.append(f"the hook {function.__name__} failed: {brief(repr(error))}")
+                name = getattr(function, "__name__", repr(function))
+                problems.append(f"the hook {name} failed: {brief(repr(error))}")
         return texts, problems
 
 
@@ -2555,6 +2591,8 @@ class Hooks:
 # The file is made with the first answer: what never led to one leaves nothing behind.
 
 FORMAT = 1
+NEEDED = {"header": {"version": int}, "message": {"message": dict},       # fields of the types
+          "compaction": {"summary": str, "first_kept_entry_id": str}}
 ON_BRANCH = {"message", "compaction", "clear_outputs"}      # entries that become the leaf
 
 
@@ -2576,7 +2614,7 @@ class Entry:
         """The entry as a line of the file: ASCII, one object, without the keys in use."""
         fixed = {"type": self.type, "id": self.id, "parent_id": self.parent_id,
                  "timestamp": self.timestamp}
-        return mask(json.dumps({**fixed, **self.data})) + "\n"
+        return mask(json.dumps({**fixed, **self.data}, default=str)) + "\n"
 
 
 def utc_now() -> str:
@@ -2591,7 +2629,7 @@ class Session:
     be written any more, if it could not.
     """
 
-    def __init__(self, path: Path | None = None, cwd: str = ""):
+    def __init__(self, path: Path | None = None, cwd: str | None = ""):
         self.path, self.problem = path, ""
         self.entries: list[Entry] = []
         self.by_id: dict[str, Entry] = {}
@@ -2600,7 +2638,7 @@ class Session:
         self.notes: list[str] = []
         self.handle: int | None = None       # open for appending, once the file exists
         self.torn = False                    # does the file end within a line?
-        if cwd:
+        if cwd is not None:                  # None: the header is to be loaded
             self.append("header", version=FORMAT, cwd=cwd)
 
     @classmethod
@@ -2616,10 +2654,13 @@ class Session:
 
         What is sound is loaded; `notes` names the lines that are not.
         """
-        session, bad = cls(Path(path)), []
+        session, bad = cls(Path(path), None), []
         if not session.path.is_file():
             raise SessionError(f"{path} is not a file")
-        data = session.path.read_bytes()
+        try:
+            data = session.path.read_bytes()
+        except OSError as error:
+            raise SessionError(f"{path} cannot be read: {error.strerror}") from None
         for number, line in enumerate(data.split(b"\n"), 1):
             if line.strip() and not session.take_line(line):
                 bad.append(number)
@@ -2642,16 +2683,18 @@ class Session:
             entry = Entry(data.pop("type"), data.pop("id"), data.pop("parent_id"),
                           data.pop("timestamp"), data)
             entry.message
-            if not all(isinstance(v, str) for v in (entry.type, entry.id)):
-                return False
+            sound = isinstance(entry.id, str) and isinstance(entry.parent_id, str | None) and all(
+                isinstance(data[name], kind) for name, kind in NEEDED.get(entry.type, {}).items())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return False
-        if not self.entries and entry.type != "header" or entry.id in self.by_id:
+        if not sound or entry.id in self.by_id or (not self.entries) != (entry.type == "header"):
             return False
-        if entry.type == "header" and entry.data.get("version", 0) > FORMAT:
+        if entry.data.get("version", 0) > FORMAT and entry.type == "header":
             raise SessionError(f"{self.path} was written by a newer version of this program",
                                "use that version to continue it")
-        if self.entries and entry.parent_id not in self.by_id:       # its parent's line is damaged
+        if entry.type == "header":
+            entry = replace(entry, parent_id=None)
+        elif entry.parent_id not in self.by_id:                      # its parent's line is damaged
             entry = replace(entry, parent_id=self.entries[-1].id)
         self.add(entry)
         return True
@@ -2716,6 +2759,9 @@ class Session:
     def broken(self, error: OSError) -> None:
         self.problem = f"the session cannot be written to {self.path}: {error.strerror or error}"
         self.close()
+        with contextlib.suppress(OSError):
+            if self.path.stat().st_size == 0:
+                self.path.unlink()
         self.path = None
 
     def close(self) -> None:
@@ -2732,8 +2778,10 @@ class Session:
 
     def describe(self, **data: object) -> dict:
         """What the header tells; adds to it what it does not tell yet, before it is written."""
-        header = self.entries[0] if self.entries else self.append("header", version=FORMAT, cwd="")
-        header = replace(header, data={**data, **header.data})
+        header = self.entries[0]
+        kept = {name: header.data[name] for name, value in data.items()
+                if isinstance(header.data.get(name), type(value))}
+        header = replace(header, data={**header.data, **data, **kept})
         self.entries[0] = self.by_id[header.id] = header
         return header.data
 
@@ -2763,7 +2811,8 @@ def sessions_folder(home: Path, workspace: Path) -> Path:
 
 def newest_session(home: Path, workspace: Path) -> Path:
     """The file of this workspace's last session. Raises SessionError if there is none."""
-    found = [path for path in sessions_folder(home, workspace).glob("*.jsonl") if path.is_file()]
+    found = [path for path in sessions_folder(home, workspace).glob("*.jsonl")
+             if path.is_file() and path.stat().st_size]
     if not found:
         raise SessionError(f"there is no session of {workspace} yet", "start one without -c")
     return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
@@ -2911,11 +2960,9 @@ class Agent:
             rule.decision == "deny" and rule_fits(rule, "read_file", path) for rule in self.rules)
 
     def begin(self, session: Session) -> None:
-        """Goes on with another session; a new one is told the prompt and the tools it will keep."""
+        """Goes on with another session."""
         self.session = session
-        self.told = session.describe(
-            system=system_prompt(self.workspace, self.mode), mode=self.mode,
-            tools=[tool_schema(function) for function in self.tools.values()])
+        self.open_calls: list[ToolCall] = []     # of the last reply, without a result yet
         if self.home and session.path:
             self.workspace.outputs = self.home / "outputs" / session.path.stem
         self.warned: set[str] = set()        # what was said once and need not be said again
@@ -2930,18 +2977,28 @@ class Agent:
 
     def run(self, task: str) -> Iterator[Event]:
         """Works on a task and yields what happens, from run_start to run_settled."""
-        self.abort = self.workspace.abort = Abort()
+        self.abort = self.workspace.abort = Abort()          # now, so that stop() counts from now
+        return self.events_of(task)
+
+    def events_of(self, task: str) -> Iterator[Event]:
         started, self.answer = time.monotonic(), ""
         self.totals = {"turns": 0, "tool_calls": 0, "tool_failures": 0, "retries": 0,
                        "compactions": 0, "input_tokens": 0, "output_tokens": 0,
                        "cached_tokens": 0, "cost": None, "seconds": 0.0}
+        self.told = self.session.describe(
+            system=system_prompt(self.workspace, self.mode), mode=self.mode,
+            tools=[tool_schema(function) for function in self.tools.values()])
         yield RunStart(self.session.file, self.provider.name, self.provider.model, self.mode,
                        str(self.workspace.root))
         yield from self.warnings(self.hooks.call("run_start", task)[1])
-        mode = told_mode(self.session.active_path(), self.told.get("mode", self.mode))
+        mode = told_mode(self.session.active_path(), self.told["mode"])
         yield from self.record(UserMessage(
             task + (MODE_NOTE.format(self.mode) if mode != self.mode else "")))
-        reason, error = yield from self.turns()
+        try:
+            reason, error = yield from self.turns()
+        finally:
+            for call in self.open_calls:                     # the run was closed, or broke
+                self.finish(call, None, Outcome("not finished: the run was closed", True))
         yield from self.warnings(self.hooks.call("run_end", reason)[1])
         yield RunEnd(reason, error)
         self.totals["seconds"] = round(time.monotonic() - started, 3)
@@ -2953,8 +3010,8 @@ class Agent:
             self.totals["turns"] = turn
             yield TurnStart(turn)
             message, error = yield from self.ask_model()
-            yield from self.use_tools(() if error else message.tool_calls,
-                                      message.stop_reason == "length")
+            while self.open_calls:
+                yield from self.use_tool(self.open_calls[0], message.stop_reason == "length")
             yield TurnEnd(turn)
             if error:
                 return "aborted" if error.kind == "aborted" else "error", error.to_json()
@@ -3013,11 +3070,11 @@ class Agent:
 
         A message that began is in the ledger when this returns, as whole as it has become.
         """
-        begun, error = False, None
+        begun, error, text = False, None, ""
         message = AssistantMessage(provider=self.provider.name, model=self.provider.model)
         stream = self.provider.stream(self.told["system"], project(self.session.active_path()),
                                       self.told["tools"], self.abort)
-        with contextlib.closing(stream):
+        try:
             for item in stream:
                 if not begun and not isinstance(item, Failed):
                     begun = True
@@ -3025,10 +3082,23 @@ class Agent:
                 if isinstance(item, (Done, Failed)):
                     message, error = item.message, getattr(item, "error", None)
                     break
+                text += item.delta if isinstance(item, TextDelta) else ""
                 yield item
+        except GeneratorExit:           # who watched has gone: keep what there is
+            self.session.append(replace(message, content=text, stop_reason="aborted",
+                                        error_message="the run was closed"))
+            raise
+        except Exception as problem:    # a provider may be anybody's code
+            error = ProviderError("server", f"the provider failed: {type(problem).__name__}: "
+                                  f"{problem}")
+            message = replace(message, content=text, stop_reason="error",
+                              error_message=error.message)
+        finally:
+            stream.close()
         self.count(message.usage)
         if error is None:
             self.answer = message.content.strip() or self.answer
+            self.open_calls = list(message.tool_calls)
         if begun:
             self.session.append(message)
             yield MessageEnd(message)
@@ -3055,47 +3125,38 @@ class Agent:
 
     # ── One tool call
 
-    def use_tools(self, calls: Iterable[ToolCall], cut_off: bool) -> Iterator[Event]:
-        """Gives each call its one result, in their order, also if the run is closed meanwhile."""
-        open_calls = list(calls)
-        try:
-            while open_calls:
-                call = open_calls[0]
-                if self.abort.done or cut_off:
-                    outcome = Outcome("not run: " + (
-                        "the person stopped the run" if self.abort.done else
-                        "the reply was cut off by its length limit"), True)
-                    self.audit(call, None, outcome)
-                else:
-                    outcome = yield from self.use_tool(call)
-                self.totals["tool_calls"] += 1
-                self.totals["tool_failures"] += outcome.is_error
-                open_calls.pop(0)
-                yield from self.record(ToolResultMessage(
-                    call.id, call.name, outcome.content, outcome.is_error, outcome.details))
-        finally:
-            for call in open_calls:
-                self.session.append(ToolResultMessage(
-                    call.id, call.name, "not finished: the run was closed", True))
-
-    def use_tool(self, call: ToolCall) -> Iterator[Event]:
-        """Decides about a call and runs it if it may; returns its Outcome."""
-        decision, arguments, refusal = self.judge(call)
-        yield ToolStart(call.id, call.name, call.arguments, decision.decision,
-                        str(decision.rule) if decision.rule else None, decision.reason)
-        started = time.monotonic()
-        if refusal:
-            outcome = Outcome(refusal, True)
+    def use_tool(self, call: ToolCall, cut_off: bool) -> Iterator[Event]:
+        """Decides about a call, runs it if it may, and gives it its one result."""
+        if self.abort.done or cut_off:
+            why = "the person stopped the run" if self.abort.done else \
+                "the reply was cut off by its length limit"
+            result = self.finish(call, None, Outcome(f"not run: {why}", True))
         else:
-            outcome = yield from self.run_tool(call, arguments)
-        outcome = replace(outcome, content=mask(outcome.content.strip("\n") or "(no output)"))
-        self.audit(call, decision, outcome)
-        yield ToolEnd(call.id, call.name, outcome.is_error, outcome.content,
-                      round(time.monotonic() - started, 3))
-        if not refusal:
-            yield from self.warnings(self.hooks.call("after_tool", call.name, arguments,
-                                                     outcome.content)[1])
-        return outcome
+            decision, arguments, refusal = self.judge(call)
+            yield ToolStart(call.id, call.name, call.arguments, decision.decision,
+                            str(decision.rule) if decision.rule else None, decision.reason)
+            started = time.monotonic()
+            outcome = Outcome(refusal, True) if refusal else \
+                (yield from self.run_tool(call, arguments))
+            result = self.finish(call, decision, outcome)
+            yield ToolEnd(call.id, call.name, result.is_error, result.content,
+                          round(time.monotonic() - started, 3))
+            if not refusal:
+                yield from self.warnings(self.hooks.call("after_tool", call.name, arguments,
+                                                         result.content)[1])
+        yield MessageStart(result)
+        yield MessageEnd(result)
+
+    def finish(self, call: ToolCall, decision: Decision | None, outcome: Outcome) -> Message:
+        """The result of a call, in the ledger and in the audit."""
+        result = ToolResultMessage(call.id, call.name, mask(outcome.content.strip("\n"))
+                                   or "(no output)", outcome.is_error, outcome.details)
+        self.open_calls = [other for other in self.open_calls if other is not call]
+        self.totals["tool_calls"] += 1
+        self.totals["tool_failures"] += result.is_error
+        self.audit(call, decision, result)
+        self.session.append(result)
+        return result
 
     def judge(self, call: ToolCall) -> tuple[Decision, dict, str]:
         """(the decision, the checked arguments, the refusal for the model or "")
@@ -3127,8 +3188,11 @@ class Agent:
             return decision, arguments, f"denied: {decision.reason}"
         if decision.decision == "allow":
             return decision, arguments, ""
-        answer = self.approve(Question(
-            call.name, arguments, self.workspace.preview(call.name, arguments), decision.reason))
+        try:
+            answer = self.approve(Question(call.name, arguments, self.workspace.preview(
+                call.name, arguments), decision.reason))
+        except Exception as error:      # who asks may be anybody's code; no answer is a no
+            answer = f"the question failed: {type(error).__name__}: {error}"
         if answer is True:
             return decision._replace(decision="allow", reason="the person said yes"), arguments, ""
         why = answer if isinstance(answer, str) and answer else "the person said no"
@@ -3142,7 +3206,7 @@ class Agent:
                 pieces = outcome
                 try:
                     while True:
-                        yield ToolOutput(call.id, next(pieces))
+                        yield ToolOutput(call.id, str(next(pieces)))
                 except StopIteration as end:
                     outcome = end.value
                 finally:
@@ -3157,10 +3221,10 @@ class Agent:
             return Outcome(str(error), True)
         except OSError as error:
             return Outcome(f"{error.strerror or error}: {error.filename or call.name}", True)
-        except Exception as error:      # a tool may be anybody's code; its failure is a result
+        except (Exception, SystemExit) as error:      # a tool may be anybody's code
             return Outcome(f"the tool failed: {type(error).__name__}: {error}", True)
 
-    def audit(self, call: ToolCall, decision: Decision | None, outcome: Outcome) -> None:
+    def audit(self, call: ToolCall, decision: Decision | None, result: Message) -> None:
         """One line in <home>/audit.jsonl for every call asked for, whatever became of it."""
         if not self.home:
             return
@@ -3168,7 +3232,7 @@ class Agent:
                 "args": call.arguments if call.raw_arguments is None else call.raw_arguments,
                 "decision": decision.decision if decision else "not run",
                 "rule": str(decision.rule) if decision and decision.rule else None,
-                "result": outcome.content[:200]}
+                "result": result.content[:200]}
         try:
             path = make_folders(self.home) / "audit.jsonl"
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -3215,7 +3279,7 @@ class Screen:
         self.out, self.err = out, err
         self.live = out.isatty()             # is there somebody to see the answer grow?
         self.colour = has_colour(err)
-        self.open_line = False               # has text been shown that did not end its line?
+        self.open_line = ""                  # the style of text that has not ended its line
         self.asked = False                   # has the person seen this call already?
 
     def style(self, code: str, text: str) -> str:
@@ -3229,19 +3293,22 @@ class Screen:
     def end_line(self) -> None:
         if self.open_line:
             print(file=self.out if self.live else self.err, flush=True)
-            self.open_line = False
+            self.open_line = ""
 
     def stream(self, text: str, code: str, file: typing.TextIO) -> None:
+        """A piece of text that goes on where the last one of its style ended."""
+        if self.open_line != code:
+            self.end_line()
         text = visible(text)
         if text:
-            print(self.style(code, text) if code else text, end="", file=file, flush=True)
-            self.open_line = not text.endswith("\n")
+            print(self.style(code, text), end="", file=file, flush=True)
+            self.open_line = "" if text.endswith("\n") else code
 
     def show(self, event: Event) -> None:
         """Shows one event."""
         match event:
             case TextDelta(delta) if self.live:
-                self.stream(delta, "", self.out)
+                self.stream(delta, PLAIN_STYLE, self.out)
             case ThinkingDelta(delta) if self.colour:
                 self.stream(delta, DIM, self.err)
             case MessageEnd(AssistantMessage(content=text, tool_calls=calls)) if not self.live:
@@ -3250,13 +3317,13 @@ class Screen:
             case MessageEnd(AssistantMessage()):
                 self.end_line()
             case ToolStart():
-                what = call_in_short(event.name, event.arguments)
-                denied = "" if event.decision == "allow" else f"  ({event.reason})"
-                self.say(f"- {what}{denied}", BOLD if not denied else RED)
-            case ToolEnd(is_error=is_error, content=content, seconds=seconds):
-                first = brief(next(filter(str.strip, content.splitlines()), ""), 100)
-                self.say(f"  {'failed' if is_error else 'ok'}, {seconds:.1f} s: {first}",
-                         RED if is_error else DIM)
+                self.say(f"- {call_in_short(event.name, event.arguments)}", BOLD)
+            case ToolEnd(name=name, is_error=is_error, content=content, seconds=seconds):
+                first, *more = content.splitlines()
+                time_taken = f" ({seconds:.1f} s)" if seconds >= 0.1 and name != "shell" else ""
+                self.say(f"  {brief(first, 300)}{time_taken}", RED if is_error else DIM)
+                for line in more[-10:] if name == "shell" else ():
+                    self.say(f"  | {brief(line, 300)}", DIM)
             case MessageEnd(ToolResultMessage(details=details)):
                 if "diff" in details and not self.asked:
                     diff = fold(details["diff"], 20, 200).split("\n")
@@ -3289,13 +3356,12 @@ def ending_in_words(reason: str, error: dict | None) -> list[str]:
         hint = [f"  {error['hint']}"] if error["hint"] else []
         return [f"error ({error['kind']}): {error['message']}", *hint]
     return {"length": ["the answer was cut off: the model's length limit was reached"],
-            "max_steps": ["gave up at the step limit; --max-steps N allows more, -c goes on from "
-                          "here"]}.get(reason, [])
+            "max_steps": ["gave up at the step limit; --max-steps N allows more"]}.get(reason, [])
 
 
 def show_json(event: Event) -> None:
     """One event as a line of JSON on stdout."""
-    print(mask(json.dumps(to_json(event))), flush=True)
+    print(mask(json.dumps(to_json(event), default=str)), flush=True)
 
 
 # ── Asking the person
@@ -3323,7 +3389,7 @@ def asker(agent: Agent, screen: Screen) -> Callable[[Question], bool | str]:
     """A function that asks the person at the terminal; what was typed before does not count."""
     def ask(question: Question) -> bool | str:
         import signal
-        screen.say(f"- {question.name}: {question.reason}", BOLD)
+        screen.say(f"- {question.name}: may this be done? ({question.reason})", BOLD)
         for line in fold(visible(question.preview)).split("\n"):
             screen.say(f"  | {line}")
         screen.asked = True
@@ -3346,17 +3412,26 @@ def asker(agent: Agent, screen: Screen) -> Callable[[Question], bool | str]:
     return ask
 
 
-def watch(agent: Agent, task: str, show: Callable[[Event], None]) -> RunSettled:
-    """Runs a task and shows its events; Ctrl-C stops the run, a third one the program."""
-    pressed = itertools.count(1)
+class Terminated(BaseException):
+    """The system, or a closing terminal, wants the program to end."""
 
+
+def terminate(number: int, frame: object) -> None:
+    """The handler of such a signal: everything that was started is ended on the way out."""
+    raise Terminated(number)
+
+
+def watch(agent: Agent, task: str, screen: Screen, show: Callable[[Event], None]) -> RunSettled:
+    """Runs a task and shows its events. Ctrl-C stops the run in order, a second one at once."""
     def on_interrupt(number: int, frame: object) -> None:
-        agent.stop()
-        if next(pressed) > 2:
+        if agent.abort.done:
             raise KeyboardInterrupt
-    with interrupts(on_interrupt):
-        for event in agent.run(task):
+        agent.stop()
+    with interrupts(on_interrupt), contextlib.closing(agent.run(task)) as events:
+        for event in events:
             show(event)
+    if show == screen.show and not screen.live and event.reason in ("stop", "length"):
+        print(event.answer, flush=True)
     return event
 
 
@@ -3383,10 +3458,10 @@ def ready(provider: Provider) -> Provider:
 
 def describe(agent: Agent) -> str:
     """What is set, in a line."""
-    sandbox = {"off": "no sandbox", "none": "no sandbox works here: commands are asked about",
-               "require": "commands need a sandbox, and none works here"}[agent.sandbox]
+    sandbox = {"off": "no sandbox", "none": "no sandbox, so commands are asked about",
+               "require": "no sandbox, so no commands"}[agent.sandbox]
     return (f"tiny_agent {VERSION}: {agent.provider.name} {agent.provider.model}, "
-            f"mode {agent.mode}, {sandbox}, in {agent.workspace.root}")
+            f"{agent.mode} mode, {sandbox}, in {agent.workspace.root}")
 
 
 COMMANDS: dict[str, Callable[["Chat", str], None]] = {}
@@ -3425,13 +3500,10 @@ class Chat:
 
     def read(self) -> str:
         """One message: a line, or the lines between two lines of three quotes."""
-        first = input(f"{self.agent.provider.name} {self.agent.mode}> ")
-        if first.strip() != '"""':
-            return first
-        block = []
-        while (line := input("... ")).strip() != '"""':
-            block.append(line)
-        return "\n".join(block)
+        text = input(f"{self.agent.provider.name} {self.agent.mode}> ")
+        if text.strip() == '"""':
+            text = "\n".join(iter(lambda: input("... "), '"""'))
+        return text.encode("utf-8", "replace").decode()
 
     def take(self, text: str) -> None:
         """Obeys a command, or works on a task."""
@@ -3442,11 +3514,12 @@ class Chat:
             try:
                 COMMANDS[name](self, rest.strip())
             except AgentError as error:
-                self.screen.say(f"{error.message}. {error.hint}".rstrip(". ") + ".", RED)
+                self.screen.say(": ".join(filter(None, (error.message, error.hint))), RED)
         elif name.startswith("/") and "/" not in name[1:] and "\n" not in text:
             self.screen.say(f"There is no command {name}; /help lists them.", RED)
         else:
-            watch(self.agent, text.encode("utf-8", "replace").decode(), self.screen.show)
+            with contextlib.suppress(KeyboardInterrupt):
+                watch(self.agent, text, self.screen, self.screen.show)
 
 
 @slash
@@ -3544,7 +3617,7 @@ def read_env_file(path: Path) -> dict[str, str]:
             continue
         quoted = re.fullmatch(r"""(["'])(.*)\1\s*(#.*)?""", value)
         if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name.strip()) \
-                or not quoted and value[:1] in ("'", '"'):
+                or not quoted and value[:1] in ("'", '"') or "\0" in value:
             raise UsageError(f"{path}, line {number} is not NAME=VALUE",
                              "mend the line, or put # in front of it")
         found[name.strip()] = quoted[2] if quoted else re.sub(r"\s+#.*", "", value)
@@ -3556,6 +3629,14 @@ def whole_number(what: str, text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", str(text)) or int(text) < 1:
         raise UsageError(f"{what} must be a whole number above 0, not {brief(str(text), 60)!r}")
     return int(text)
+
+
+def folder_of(text: str) -> Path:
+    """The path of a folder, ~ being the person's own; else UsageError."""
+    try:
+        return Path(os.path.abspath(Path(text).expanduser()))
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"{brief(text, 80)!r} is not a folder: {error}") from None
 
 
 def rule_of(decision: str, text: str) -> Rule:
@@ -3606,7 +3687,7 @@ class Settings:
             os.environ.setdefault(name, value)
         for provider in PROVIDERS.values():
             provider.key()                   # so that no key that is set is ever shown
-        self.home = Path(os.environ.get("AGENT_HOME") or "~/.tiny_agent").expanduser().absolute()
+        self.home = folder_of(os.environ.get("AGENT_HOME") or "~/.tiny_agent")
         self.mode = one_of("mode", self.get("AGENT_MODE"), MODES)
         self.budget = whole_number("the budget", self.get("AGENT_BUDGET"))
         self.max_steps = whole_number("--max-steps", self.flags.max_steps)
@@ -3621,16 +3702,23 @@ class Settings:
         given = getattr(self.flags, flags.split("/")[-1].lstrip("-").replace("-", "_"))
         return given if given is not None else os.environ.get(variable) or default
 
-    def workspace(self) -> Workspace:
-        """The folder to work in; the default one is made, one that was named must be there."""
+    def folder(self) -> Path:
+        """The folder to work in, if no session says otherwise."""
+        return Path(os.path.realpath(folder_of(self.get("AGENT_WORKSPACE") or "workspace")))
+
+    def workspace(self, session: Session) -> Workspace:
+        """The folder that was named, which must be there; else the session's; else the default,
+        which is made."""
         named = self.get("AGENT_WORKSPACE")
-        folder = Path(named or "workspace").expanduser()
+        recorded = session.entries[0].data.get("cwd") if self.flags.resume and not named else ""
+        folder = Path(recorded) if isinstance(recorded, str) and recorded else self.folder()
         try:
-            if not named:
+            if not named and not recorded:
                 folder.mkdir(exist_ok=True)
             os.listdir(folder)
-        except OSError as error:
-            raise UsageError(f"the workspace {folder} cannot be used: {error.strerror}",
+        except (OSError, ValueError) as error:
+            raise UsageError(f"the workspace {brief(str(folder))} cannot be used: "
+                             f"{getattr(error, 'strerror', error)}",
                              "name a folder that you can read with -w") from None
         return Workspace(folder, limit=self.budget)
 
@@ -3638,39 +3726,48 @@ class Settings:
         """(who answers, why it is that one)"""
         name, model = self.get("AGENT_PROVIDER"), self.get("AGENT_MODEL")
         base_url = self.get("AGENT_BASE_URL")
-        if base_url and not re.fullmatch(r"https?://([^/\s[\]]+|\[[0-9a-fA-F:.]+\](:\d+)?)(/\S*)?",
-                                         base_url):
+        if base_url and not re.fullmatch(
+                r"https?://([^/\s[\]]+|\[[0-9a-fA-F:.]+\](:\d+)?)(/\S*)?", base_url):
             raise UsageError(f"the base URL {brief(base_url, 80)!r} is not an address",
                              "it begins with http:// or https:// and ends before /chat/completions")
         last = next((e.message for e in reversed(session.active_path())
-                     if isinstance(e.message, AssistantMessage)), None)
+                     if isinstance(e.message, AssistantMessage)), AssistantMessage())
         if base_url and not name:
             key_env = "AGENT_API_KEY" if os.environ.get("AGENT_API_KEY") else None
-            return Provider("custom", base_url.rstrip("/"), model or "default", key_env), "its URL"
+            model = model or (last.model if last.provider == "custom" else "") or "default"
+            return Provider("custom", base_url.rstrip("/"), model, key_env), "its address was given"
         if name:
             return ready(PROVIDERS[one_of("provider", name, PROVIDERS)].using(model, base_url)), \
                 "it was named"
-        if last and last.provider in PROVIDERS:
+        if last.provider == "custom":
+            raise UsageError("the session used a server of its own, whose address is not recorded",
+                             "give it with --base-url, or choose another provider with -p")
+        if last.provider in PROVIDERS:
             return ready(PROVIDERS[last.provider].using(model or last.model)), "the session used it"
         for provider in PROVIDERS.values():
             if provider.key():
                 return provider.using(model), f"{provider.key_env} is set"
         if ollama_runs():
             return PROVIDERS["ollama"].using(model), "it runs on this machine"
+        if model:
+            raise UsageError(f"nobody is there to run the model {brief(model, 60)!r}: no key "
+                             "is set and no Ollama runs", "set a key, or name a provider with -p")
         return PROVIDERS["demo"].using(), "no key is set and no Ollama runs"
 
     def new_session(self) -> Session:
-        root = Path(os.path.realpath(self.get("AGENT_WORKSPACE") or "workspace"))
-        return Session() if self.flags.no_session else Session.new(self.home, root)
+        """A new session; one without a file if nothing is to be kept."""
+        return Session() if self.flags.no_session else Session.new(self.home, self.folder())
 
     def session(self) -> Session:
         """The session to go on with, or a new one."""
-        if self.flags.resume:
-            return Session.load(find_session(self.home, self.flags.resume))
-        if self.flags.go_on:
-            root = Path(os.path.realpath(self.get("AGENT_WORKSPACE") or "workspace"))
-            return Session.load(newest_session(self.home, root))
-        return self.new_session()
+        if self.flags.resume is None and not self.flags.go_on:
+            return self.new_session()
+        session = Session.load(newest_session(self.home, self.folder()) if self.flags.go_on else
+                               find_session(self.home, self.flags.resume))
+        if self.flags.no_session:
+            session.close()
+            session.path = None
+        return session
 
     def task(self) -> str:
         """What the words on the command line and the piped input ask for; "" for a chat."""
@@ -3683,9 +3780,15 @@ class Settings:
 
 def main(words: list[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(encoding="utf-8", errors="replace")
+    import signal
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:       # closed by who called us
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))
+        with contextlib.suppress(AttributeError):
+            getattr(sys, name).reconfigure(encoding="utf-8", errors="replace")
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), terminate)
     screen = Screen(sys.stdout, sys.stderr)
     try:
         return run_program(Settings(sys.argv[1:] if words is None else words), screen)
@@ -3696,19 +3799,25 @@ def main(words: list[str] | None = None) -> int:
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         return EXIT_STATUS["aborted"]
-    except BrokenPipeError:                  # the reader has gone; nothing is left to tell it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Terminated as ending:
+        return 128 + ending.args[0]
+    except OSError as error:                 # the reader has gone, or its disk is full
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            with contextlib.suppress(OSError):
+                screen.say(f"tiny_agent: {error.strerror}: {error.filename or 'output'}", RED)
         return 1
 
 
 def run_program(settings: Settings, screen: Screen) -> int:
     """Puts the parts together and runs a task or a chat; returns the exit status."""
     task = settings.task()
-    if not task and not can_ask():
+    if not task and (settings.flags.json or not can_ask()):
         raise UsageError("there is no task", "give one as argument or through a pipe; a chat needs "
-                         "a terminal")
-    workspace = settings.workspace()
+                         "a terminal, and is not for --json")
     session = settings.session()
+    workspace = settings.workspace(session)
     provider, why = settings.provider(session)
     agent = Agent(provider, workspace, mode=settings.mode, rules=settings.rules, session=session,
                   home=None if settings.flags.no_session else settings.home,
@@ -3724,17 +3833,14 @@ def run_program(settings: Settings, screen: Screen) -> int:
     screen.say(describe(agent), DIM)
     if provider.name == "demo":
         keys = ", ".join(p.key_env for p in PROVIDERS.values() if p.key_env)
-        screen.say(f"  a scripted model answers ({why}). A real one: set one of {keys} in the "
-                   "environment or .env, start Ollama, or use --base-url", DIM)
+        screen.say(f"  a scripted model answers ({why}). For a real one set one of {keys} in the "
+                   "environment or in .env, start Ollama, or use --base-url", DIM)
     if not task:
         Chat(agent, screen, settings).run()
         return 0
-    settled = watch(agent, task, show_json if settings.flags.json else screen.show)
-    if settings.flags.json:
-        for line in ending_in_words(settled.reason, settled.error):
-            screen.say(line, RED)
-    elif not screen.live and settled.answer and settled.reason in ("stop", "length"):
-        print(settled.answer)
+    settled = watch(agent, task, screen, show_json if settings.flags.json else screen.show)
+    for line in ending_in_words(settled.reason, settled.error) if settings.flags.json else ():
+        screen.say(line, RED)
     return EXIT_STATUS[settled.reason]
 
 
