@@ -2537,7 +2537,7 @@ def decide(name: str, args: dict, mode: str = "ask", *, rules: Iterable[Rule] | 
     if rule := first("allow"):
         return decided("allow", f"the rule `{rule}` allows it", rule)
     if mode == "auto" and name == "shell" and sandbox != "off":
-        return decided("ask", "no sandbox for commands works here (--sandbox off does without)")
+        return decided("ask", "no sandbox for commands works here")
     if mode == "auto":
         return decided("allow", "auto mode allows what no rule forbids")
     return decided("ask", f"{mode} mode asks where no rule allows")
@@ -2924,18 +2924,20 @@ LONGEST_WAIT = 120           # seconds; a longer wait is not waited but reported
 
 @dataclass(frozen=True)
 class Question:
-    """What a person is asked: may this call run? `preview` is what it would do."""
+    """What a person is asked: may this call run? `preview` is what it would do, `flags` what
+    would allow it without asking, if anything would."""
     name: str
     arguments: dict
     preview: str
     reason: str
+    flags: str
 
 
 def nobody_to_ask(question: Question) -> str:
     """The answer where nobody can be asked: no, and how to allow it."""
-    flag = "" if question.name == "shell" else f" or --allow '{question.name}:*'"
-    return (f"nobody can be asked here. The person can allow it with --mode auto{flag}"
-            if "sandbox" not in question.reason else f"{question.reason}; nobody can be asked here")
+    if not question.flags:
+        return f"nobody can be asked here ({question.reason})"
+    return f"nobody can be asked here. The person can allow it with {question.flags}"
 
 
 class Agent:
@@ -3189,14 +3191,21 @@ class Agent:
         if decision.decision == "allow":
             return decision, arguments, ""
         try:
-            answer = self.approve(Question(call.name, arguments, self.workspace.preview(
-                call.name, arguments), decision.reason))
+            answer = self.approve(Question(
+                call.name, arguments, self.workspace.preview(call.name, arguments),
+                decision.reason, "" if decision.rule else self.flags_for(call.name)))
         except Exception as error:      # who asks may be anybody's code; no answer is a no
             answer = f"the question failed: {type(error).__name__}: {error}"
         if answer is True:
             return decision._replace(decision="allow", reason="the person said yes"), arguments, ""
         why = answer if isinstance(answer, str) and answer else "the person said no"
         return decision._replace(decision="deny", reason=why), arguments, f"denied: {why}"
+
+    def flags_for(self, name: str) -> str:
+        """What would allow a call that no rule speaks of."""
+        if name == "shell":
+            return "--mode auto" + (" --sandbox off" if self.sandbox != "off" else "")
+        return f"--mode auto or --allow '{name}:*'"
 
     def run_tool(self, call: ToolCall, arguments: dict) -> Iterator[Event]:
         """Runs an allowed call, telling its output as it comes; returns the Outcome."""
@@ -3321,8 +3330,10 @@ class Screen:
             case ToolEnd(name=name, is_error=is_error, content=content, seconds=seconds):
                 first, *more = content.splitlines()
                 time_taken = f" ({seconds:.1f} s)" if seconds >= 0.1 and name != "shell" else ""
-                self.say(f"  {brief(first, 300)}{time_taken}", RED if is_error else DIM)
-                for line in more[-10:] if name == "shell" else ():
+                more = [line for line in more if line.strip()] if name == "shell" else []
+                left = f", {count_of(len(more), 'line')}, of which the last" if more[2:] else ""
+                self.say(f"  {brief(first, 300)}{time_taken}{left}", RED if is_error else DIM)
+                for line in more[-2:]:
                     self.say(f"  | {brief(line, 300)}", DIM)
             case MessageEnd(ToolResultMessage(details=details)):
                 if "diff" in details and not self.asked:
