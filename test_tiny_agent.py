@@ -2623,6 +2623,40 @@ def test_a_session_with_a_server_of_its_own_asks_for_the_address(tmp_path, serve
     assert server.body()["model"] == "big"
 
 
+def test_it_runs_where_there_is_nothing_but_python(tmp_path):
+    """As on Windows: no fcntl, termios, readline, process groups, or flags of os.open."""
+    code = (f"import os, sys\nsys.path.insert(0, {str(HERE)!r})\n"
+            "for name in ('fcntl', 'termios', 'readline', 'resource', 'pwd'):\n"
+            "    sys.modules[name] = None\n"
+            "for name in ('killpg', 'O_NOFOLLOW', 'O_NONBLOCK', 'getuid', 'fork'):\n"
+            "    vars(os).pop(name, None)\n"
+            "import signal\nvars(signal).pop('SIGHUP', None)\n"
+            "import tiny_agent\n"
+            "sys.exit(tiny_agent.main(['--mode', 'auto', '--sandbox', 'off', 'create fib.py that '\n"
+            "    'prints the first 3 Fibonacci numbers, then run it']))\n")
+    done = subprocess.run([sys.executable, "-B", "-c", code], cwd=tmp_path, capture_output=True, text=True,
+                          input="", env={**os.environ, "AGENT_HOME": str(tmp_path / "home")})
+    assert done.returncode == 0 and done.stdout.endswith("0\n1\n1\n"), done.stderr
+
+
+def test_no_key_reaches_any_place(tmp_path, serve):
+    """Also if a command prints it, a file holds it, or the model says it."""
+    (tmp_path / "workspace").mkdir()
+    (tmp_path / "workspace/k.txt").write_text(f"key = {KEY}\n")
+    server = serve(stream_of(
+        call_delta(0, "a", "shell", json.dumps({"command": f"echo {KEY}"})),
+        call_delta(1, "b", "read_file", '{"path": "k.txt"}'),
+        call_delta(2, "c", "write_file", json.dumps({"path": "l.txt", "content": KEY})),
+        delta("tool_calls")), says(f"It is {KEY}."), error_reply(401, {"error": f"{KEY}?"}))
+    words = ["--base-url", server.url, "--mode", "auto", "--sandbox", "off"]
+    for more in ([], ["--json"], ["-c"]):
+        done = cli(tmp_path, *words, *more, "hi", env={"AGENT_API_KEY": KEY})
+        assert KEY not in done.stdout + done.stderr and "[key]" in done.stdout + done.stderr
+    assert [m["content"].count("[key]") for m in server.body(1)["messages"][-3:-1]] == [1, 1]
+    for path in (tmp_path / "home").rglob("*"):
+        assert path.is_dir() or KEY not in path.read_text()
+
+
 def test_a_reader_that_goes_away_ends_the_run_quietly(tmp_path):
     command = f'"{sys.executable}" "{PROGRAM}" --json --no-session "sing" | head -n 1'
     done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True,

@@ -3212,14 +3212,8 @@ class Agent:
         try:
             outcome = self.tools[call.name](**arguments)
             if inspect.isgenerator(outcome):
-                pieces = outcome
-                try:
-                    while True:
-                        yield ToolOutput(call.id, str(next(pieces)))
-                except StopIteration as end:
-                    outcome = end.value
-                finally:
-                    pieces.close()
+                with contextlib.closing(outcome) as pieces:
+                    outcome = yield from self.tell_output(call, pieces)
             if not isinstance(outcome, Outcome):
                 outcome = Outcome("" if outcome is None else str(outcome))
             return replace(outcome, content=self.workspace.clip(outcome.content, call.name))
@@ -3232,6 +3226,15 @@ class Agent:
             return Outcome(f"{error.strerror or error}: {error.filename or call.name}", True)
         except (Exception, SystemExit) as error:      # a tool may be anybody's code
             return Outcome(f"the tool failed: {type(error).__name__}: {error}", True)
+
+    def tell_output(self, call: ToolCall, pieces: Iterator) -> Iterator[Event]:
+        """Tells what a tool yields; returns what it returns."""
+        while True:
+            try:
+                piece = next(pieces)
+            except StopIteration as end:
+                return end.value
+            yield ToolOutput(call.id, str(piece))
 
     def audit(self, call: ToolCall, decision: Decision | None, result: Message) -> None:
         """One line in <home>/audit.jsonl for every call asked for, whatever became of it."""
@@ -3297,7 +3300,8 @@ class Screen:
     def say(self, text: str = "", code: str = "") -> None:
         """A line for the person, on stderr."""
         self.end_line()
-        print(self.style(code, visible(text)) if code else visible(text), file=self.err, flush=True)
+        text = visible(mask(text))
+        print(self.style(code, text) if code else text, file=self.err, flush=True)
 
     def end_line(self) -> None:
         if self.open_line:
@@ -3308,7 +3312,7 @@ class Screen:
         """A piece of text that goes on where the last one of its style ended."""
         if self.open_line != code:
             self.end_line()
-        text = visible(text)
+        text = visible(mask(text))
         if text:
             print(self.style(code, text), end="", file=file, flush=True)
             self.open_line = "" if text.endswith("\n") else code
@@ -3401,7 +3405,7 @@ def asker(agent: Agent, screen: Screen) -> Callable[[Question], bool | str]:
     def ask(question: Question) -> bool | str:
         import signal
         screen.say(f"- {question.name}: may this be done? ({question.reason})", BOLD)
-        for line in fold(visible(question.preview)).split("\n"):
+        for line in fold(visible(mask(question.preview))).split("\n"):
             screen.say(f"  | {line}")
         screen.asked = True
         answer = ""
@@ -3442,7 +3446,7 @@ def watch(agent: Agent, task: str, screen: Screen, show: Callable[[Event], None]
         for event in events:
             show(event)
     if show == screen.show and not screen.live and event.reason in ("stop", "length"):
-        print(event.answer, flush=True)
+        print(mask(event.answer), flush=True)
     return event
 
 
