@@ -2375,8 +2375,9 @@ def end_command(process) -> None:
 #     ask     deny         -                       ask        allow        ask
 #     auto    deny         -                       ask        allow        allow
 #
-# Deny and ask reach wide (any part of a command line, any folder above a path, letter case
-# ignored), allow stays narrow (all of it, to the letter). Deny rules are a seat belt, no wall.
+# Deny and ask reach wide (any part of a command line, options in any order, any folder above a
+# path, letter case ignored); allow stays narrow (every part, to the letter, nothing redirected or
+# left to the shell). Deny rules are a seat belt; the sandbox is the wall.
 
 MODES = {"plan": "nothing but reading is done",
          "ask": "the person is asked before anything that no rule allows",
@@ -2388,7 +2389,11 @@ TARGETS = {"shell": "command", "find_files": "pattern"}        # else the argume
 @dataclass(frozen=True)
 class Rule:
     """Who may do what: `decision` is allow, ask or deny, `tool` a name or *, `target` a pattern
-    in which * stands for anything, and a path is spared if its last part fits `unless`."""
+    in which * stands for anything, and a path is spared if its last part fits `unless`.
+
+    In a deny or ask rule for commands what begins with an option stands anywhere: `git push -f`
+    also means `git push origin -uf`, and `rm -r /` means `rm -f -r x /`.
+    """
     decision: str
     tool: str
     target: str = "*"
@@ -2401,17 +2406,15 @@ class Rule:
 RULES = [
     Rule("deny", "*", ".env", unless=".env.example"),
     Rule("deny", "*", ".env.*", unless=".env.example"),
-    Rule("deny", "shell", "git push *--force*"),
-    Rule("deny", "shell", "git push -f *"),
-    Rule("deny", "shell", "git push * -f *"),
+    Rule("deny", "shell", "git push --force*"),
+    Rule("deny", "shell", "git push -f"),
+    Rule("deny", "shell", "git push --mirror"),
     Rule("deny", "shell", "git push * +*"),
-    Rule("deny", "shell", "git reset --hard *"),
-    Rule("deny", "shell", "git reset * --hard *"),
-    Rule("deny", "shell", "git clean *--force*"),
-    Rule("deny", "shell", "git clean -f*"),
-    Rule("deny", "shell", "git clean * -f*"),
-    Rule("deny", "shell", "git clean -*f *"),
+    Rule("deny", "shell", "git reset --hard"),
+    Rule("deny", "shell", "git clean -f"),
+    Rule("deny", "shell", "git clean --force"),
     Rule("deny", "shell", "npm publish *"),
+    Rule("deny", "shell", "cargo publish *"),
     Rule("deny", "shell", "docker system prune *"),
     Rule("deny", "shell", "shutdown *"),
     Rule("deny", "shell", "reboot *"),
@@ -2419,24 +2422,20 @@ RULES = [
     Rule("deny", "shell", "poweroff *"),
     Rule("deny", "shell", "mkfs*"),
     Rule("deny", "shell", "dd *of=/dev/*"),
-    Rule("deny", "shell", "rm -*r* /"),
-    Rule("deny", "shell", "rm -*r* ~"),
-    Rule("deny", "shell", "rm -*r* ~/"),
+    Rule("deny", "shell", "*> /dev/sd*"),
+    Rule("deny", "shell", "*> /dev/nvme*"),
+    Rule("deny", "shell", "rm -r /"),
+    Rule("deny", "shell", "rm -r ~"),
+    Rule("deny", "shell", "rm -r $HOME"),
+    Rule("ask", "write_file", ".git/*"),
+    Rule("ask", "replace_in_file", ".git/*"),
     Rule("allow", "read_file"),
     Rule("allow", "find_files"),
     Rule("allow", "grep"),
     Rule("allow", "note"),
-    Rule("allow", "shell", "git status"),
-    Rule("allow", "shell", "git diff"),
+    Rule("allow", "shell", "git status *"),
+    Rule("allow", "shell", "git diff *"),
 ]
-
-
-class Decision(typing.NamedTuple):
-    """What was decided and why; `trace` is the derivation, a line a step."""
-    decision: str
-    reason: str
-    rule: Rule | None
-    trace: tuple[str, ...]
 
 
 @functools.cache
@@ -2449,45 +2448,358 @@ def glob(pattern: str, case: bool) -> re.Pattern:
     return re.compile(rf"(?s:{regex})\Z", 0 if case else re.I)
 
 
-def command_parts(command: str) -> list[str]:
-    """The simple commands of a command line, roughly: quotes and folders of programs cut away.
+# ── Reading a command line as a shell would
 
-    Good enough to recognise what a rule forbids; what a rule allows must be plain (PLAIN).
-    """
-    parts = []
-    for part in re.split(r"&&|\|\||[;&|\n()`{}]", re.sub(r"['\"\\]", "", command)):
-        words = part.split()
-        while words and (words[0] in WRAPPERS or re.match(r"\w+=", words[0])):
-            words.pop(0)
-        if words:
-            parts.append(" ".join([words[0].rpartition("/")[2], *words[1:]]))
-    return parts
+@dataclass
+class Word:
+    """A word of a command line, its quotes removed. `hidden`: the shell would put something in
+    that cannot be known here. `pattern`: it would be replaced by names of files."""
+    text: str = ""
+    hidden: bool = False
+    pattern: bool = False
+    quoted: bool = False
 
 
-WRAPPERS = {"sudo", "doas", "env", "nohup", "time", "nice", "command", "exec", "xargs"}
-PLAIN = re.compile(r"[\w ./:=@%+,-]+")       # no operator, quote, expansion or redirection
+@dataclass
+class Part:
+    """A simple command of a line. `doubts` say why no allow rule counts for it."""
+    words: list[Word] = field(default_factory=list)
+    files: list[Word] = field(default_factory=list)          # what it is redirected from and to
+    doubts: list[str] = field(default_factory=list)
+
+    def texts(self) -> list[str]:
+        """The words as rules compare them: a program without its folder, git without the options
+        in front of its command, redirections at the end."""
+        texts = [word.text for word in self.words]
+        if texts:
+            texts[0] = texts[0].rpartition("/")[2]
+        while texts[:1] == ["git"] and texts[1:2] and texts[1].startswith("-"):
+            del texts[1:3 if texts[1] in GIT_VALUES else 2]
+        return texts + [text for file in self.files for text in (">", file.text)]
+
+    def __str__(self) -> str:
+        return " ".join(self.texts())
 
 
-def rule_fits(rule: Rule, name: str, target: str) -> bool:
-    """Does the rule speak of this call? See the head of this section for how wide it reaches."""
-    if rule.tool not in ("*", name):
-        return False
-    wide = rule.decision != "allow"
-    if name == "shell" and rule.tool == "shell":
-        if not wide:
-            return rule.target == "*" or bool(PLAIN.fullmatch(target)
-                                              and glob(rule.target, True).match(target))
-        return any(glob(rule.target, False).match(part) for part in command_parts(target))
-    if name == "shell":
-        words = re.split(r"[\s;&|()<>`{}=:,]+", re.sub(r"['\"\\]", "", target))
-        return rule.target == "*" or wide and any(
-            path_fits(rule, word.rstrip("/")) for word in words if word)
-    return path_fits(rule, target)
+OPERATOR = re.compile(r"&>>?|\d*(?:<<<|<<-?|<>|<&|>>|>\||>&|<(?!\()|>(?!\())")
+BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*(\[[^]]*\])?\+?=")
+RESERVED = {"if", "then", "else", "elif", "fi", "while", "until", "do", "done", "!", "{", "}",
+            "for", "case", "esac", "select", "function", "coproc", "[["}
+SYSTEM_FOLDERS = {"", "/bin", "/usr/bin", "/usr/local/bin", "/sbin", "/usr/sbin"}
+SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "ash", "fish", "su"}
+WRAPPERS = {   # programs that run another one: their short options with a value, words before it
+    "sudo": ("CDghpRrTtUu", 0), "doas": ("Cu", 0), "env": ("CuS", 0), "nohup": ("", 0),
+    "time": ("fo", 0), "timeout": ("ks", 1), "nice": ("n", 0), "ionice": ("cn", 0),
+    "xargs": ("aEILnPsd", 0), "command": ("", 0), "builtin": ("", 0), "exec": ("a", 0),
+    "setsid": ("", 0), "stdbuf": ("ioe", 0), "chroot": ("", 1), "watch": ("n", 0),
+    "flock": ("wE", 1), "strace": ("eo", 0), "busybox": ("", 0), "parallel": ("jIa", 0)}
+GIT_VALUES = {"-C", "-c", "--git-dir", "--work-tree", "--namespace", "--config-env"}
+GIT_RUNS = ("--ext-diff", "--textconv", "--output", "--no-index", "--exec", "--open-files-in-pager",
+            "--upload-pack", "--receive-pack")       # options that run a program or write a file
+
+
+class CommandLine:
+    """Reads a command line; `parts` are its simple commands, also those in substitutions, groups,
+    here-documents, wrappers and shells that it starts. What is not understood is a doubt."""
+
+    def __init__(self, text: str):
+        self.text, self.at = text, 0
+        self.parts: list[Part] = []
+        self.documents: list[tuple[Word, bool]] = []       # here-documents that are to come
+
+    def read(self) -> list[Part]:
+        """All parts. Their doubts are those of the whole line, if it is not whole."""
+        self.commands("")
+        if self.documents:
+            self.doubt("a here-document has no end")
+        return [inner for part in self.parts for inner in unwrap(part)]
+
+    def doubt(self, why: str) -> None:
+        self.parts.append(Part(doubts=[why]))
+
+    def commands(self, end: str) -> None:
+        """Reads commands up to the end sign, or all of the text."""
+        part = Part()
+        while self.at < len(self.text):
+            sign = self.text[self.at]
+            if sign == end:
+                self.at += 1
+                break
+            if sign in " \t":
+                self.at += 1
+            elif self.text.startswith("\\\n", self.at):
+                self.at += 2
+            elif operator := OPERATOR.match(self.text, self.at):
+                self.at = operator.end()
+                self.redirect(part, operator[0].lstrip("0123456789"))
+            elif sign in ";&|\n()":
+                self.at += 1
+                part = self.finish(part)
+                if sign == "(":
+                    self.doubt("a group, or a function")
+                    self.commands(")")
+                elif sign == ")":
+                    self.doubt("a bracket that was not opened")
+                elif sign == "\n":
+                    self.read_documents()
+            elif sign == "#":
+                stop = self.text.find("\n", self.at)
+                self.at = len(self.text) if stop < 0 else stop
+            else:
+                part.words.append(self.word())
+        else:
+            if end:
+                self.doubt(f"no {end} at its end")
+        self.finish(part)
+
+    def finish(self, part: Part) -> Part:
+        """Keeps a part, if there is something in it; gives a new one."""
+        if part.words or part.files:
+            self.parts.append(part)
+        return Part()
+
+    def redirect(self, part: Part, operator: str) -> None:
+        while self.at < len(self.text) and self.text[self.at] in " \t":
+            self.at += 1
+        target = self.word()
+        if operator in ("<<", "<<-"):
+            self.documents.append((target, operator == "<<-"))
+            return
+        copies = operator.endswith("&") and re.fullmatch(r"\d+|-", target.text)
+        if ">" in operator and not copies and target.text != "/dev/null":
+            part.doubts.append(f"it is redirected into {target.text}")
+        if operator != "<<<" and not copies:
+            part.files.append(target)
+        if target.hidden:
+            part.doubts.append("what it reads is put in by the shell")
+
+    def read_documents(self) -> None:
+        """Skips the here-documents that begin here; what they would run is read."""
+        for word, tabs in self.documents:
+            body, found = [], False
+            while self.at < len(self.text) and not found:
+                stop = self.text.find("\n", self.at)
+                stop = len(self.text) if stop < 0 else stop
+                line, self.at = self.text[self.at:stop], stop + 1
+                found = (line.lstrip("\t") if tabs else line) == word.text
+                body.append(line)
+            if not found:
+                self.doubt("a here-document has no end")
+            if not word.quoted:          # as between double quotes, but these are no signs there
+                inner = CommandLine("\n".join(body).replace('"', '\\"') + '"')
+                put_in = Word()
+                inner.double_quotes(put_in)
+                self.parts += inner.parts
+                if put_in.hidden:
+                    self.doubt("the shell puts something into a here-document")
+        self.documents = []
+
+    def word(self) -> Word:
+        """Reads one word, up to a blank or an operator."""
+        word = Word()
+        start = self.at
+        while self.at < len(self.text) and self.text[self.at] not in " \t\n;&|)":
+            sign = self.text[self.at]
+            self.at += 1
+            if sign == "\\":
+                escaped, self.at = self.text[self.at:self.at + 1], self.at + 1
+                word.text += escaped.replace("\n", "")
+                word.quoted = True
+            elif sign == "'":
+                self.single_quotes(word)
+            elif sign == '"':
+                self.double_quotes(word)
+            elif sign == "$":
+                self.dollar(word)
+            elif sign == "`":
+                self.backquotes(word)
+            elif sign in "<>" and self.text[self.at:self.at + 1] == "(":
+                self.at += 1
+                word.hidden = True
+                self.commands(")")
+            elif sign in "(<>":
+                self.at -= 1
+                break
+            else:
+                word.text += sign
+                word.pattern |= sign in "*?[" or sign == "~" and self.at == start + 1
+                word.hidden |= sign == "{" and bool(BRACES.match(self.text, self.at - 1))
+        return word
+
+    def single_quotes(self, word: Word) -> None:
+        stop = self.text.find("'", self.at)
+        if stop < 0:
+            self.doubt("a quote is not closed")
+            stop = len(self.text)
+        word.text += self.text[self.at:stop]
+        word.quoted, self.at = True, stop + 1
+
+    def double_quotes(self, word: Word) -> None:
+        word.quoted = True
+        while self.at < len(self.text):
+            sign = self.text[self.at]
+            self.at += 1
+            if sign == '"':
+                return
+            if sign == "\\" and self.text[self.at:self.at + 1] in ("$", "`", '"', "\\", "\n"):
+                word.text += self.text[self.at].replace("\n", "")
+                self.at += 1
+            elif sign == "$":
+                self.dollar(word)
+            elif sign == "`":
+                self.backquotes(word)
+            else:
+                word.text += sign
+        self.doubt("a quote is not closed")
+
+    def dollar(self, word: Word) -> None:
+        """What follows a dollar sign: a variable, a substitution, or $'text'."""
+        rest = self.text[self.at:]
+        if rest.startswith("("):
+            word.hidden, self.at = True, self.at + 1
+            self.commands(")")
+        elif rest.startswith("{"):
+            word.hidden = True
+            while self.at < len(self.text) and self.text[self.at] != "}":
+                self.at += 1
+                if self.text.startswith("$", self.at):
+                    self.at += 1
+                    self.dollar(word)
+                elif self.text.startswith("`", self.at):
+                    self.at += 1
+                    self.backquotes(word)
+            self.at += 1
+        elif found := re.match(r"'((?:[^'\\]|\\.)*)'", rest, re.S):
+            import codecs
+            with contextlib.suppress(UnicodeError):
+                word.text += codecs.decode(found[1].encode("ascii", "replace"), "unicode_escape")
+            word.hidden, self.at = True, self.at + found.end()
+        elif rest.startswith('"'):
+            self.at += 1
+            self.double_quotes(word)
+        elif found := re.match(r"\w+|[@*#?$!-]", rest):
+            word.text += "$" + found[0]
+            word.hidden, self.at = True, self.at + found.end()
+        else:
+            word.text += "$"
+
+    def backquotes(self, word: Word) -> None:
+        found = re.compile(r"((?:[^`\\]|\\.)*)`", re.S).match(self.text, self.at)
+        if not found:
+            self.doubt("a backquote is not closed")
+            self.at = len(self.text)
+            return
+        word.hidden, self.at = True, found.end()
+        self.parts += CommandLine(re.sub(r"\\([`\\$])", r"\1", found[1])).read()
+
+
+def unwrap(part: Part) -> list[Part]:
+    """The part, and the commands that its program would start: sudo X, sh -c X, find -exec X."""
+    words, doubts = list(part.words), list(part.doubts)
+    while words and (words[0].text in RESERVED or ASSIGNMENT.match(words[0].text)):
+        doubts.append("an assignment, or control flow")
+        words.pop(0)
+    if not words:
+        return [replace(part, doubts=doubts or part.doubts)]
+    folder, _, name = words[0].text.rpartition("/")
+    if folder not in SYSTEM_FOLDERS:
+        doubts.append(f"{name} is not the system's own")
+    if any(word.hidden for word in words) or words[0].pattern \
+            or any(word.pattern and word.text[:1] in "*?[" for word in words):
+        doubts.append("the shell puts something in")
+    inner: list[Part] = []
+    texts = [word.text for word in words]
+    if name in SHELLS:
+        for place, text in enumerate(texts[:-1]):
+            if re.fullmatch(r"-\w*c", text):
+                inner += CommandLine(texts[place + 1]).read()
+    elif name == "eval":
+        inner += CommandLine(" ".join(texts[1:])).read()
+    elif name == "find":
+        for place, text in enumerate(texts):
+            if text in ("-exec", "-execdir", "-ok", "-okdir"):
+                inner += unwrap(Part(words[place + 1:]))
+    elif name in WRAPPERS:
+        for start in inner_starts(texts, *WRAPPERS[name]):
+            inner += unwrap(Part(words[start:])) if texts[start:] else []
+        inner += CommandLine(" ".join(texts[2:])).read() if texts[1:2] == ["-S"] else []
+    elif name == "git":
+        options = list(itertools.takewhile(lambda text: text.startswith("-"), texts[1:]))
+        if set(options) - {"--no-pager", "-P"}:
+            doubts.append("an option in front of git's command")
+        if any(run.startswith(text.partition("=")[0]) and len(text) > 4 for text in texts
+               for run in GIT_RUNS) or any(text[:2] in ("-o", "-O") for text in texts):
+            doubts.append("an option of git that runs a program or writes a file")
+    if inner:
+        doubts.append(f"{name} runs another command")
+    return [Part(words, part.files, doubts), *inner]
+
+
+def inner_starts(texts: list[str], valued: str, before: int) -> list[int]:
+    """Where the command of a wrapper may begin: behind its options. A long option may have a
+    value or not, so both are looked at."""
+    place, unsure = 1, False
+    while place < len(texts) and (texts[place].startswith("-") or ASSIGNMENT.match(texts[place])):
+        text = texts[place]
+        unsure |= text.startswith("--") and "=" not in text and text != "--"
+        place += 2 if len(text) == 2 and text[1] in valued else 1
+    return [place + before] + ([place + before + 1] if unsure else [])
+
+
+# ── Which rules fit
+
+def command_fits(pattern: str, texts: list[str]) -> bool:
+    """Does the pattern of a deny or ask rule speak of this command? As a whole, or word by word
+    with its options, and what follows them, in any place."""
+    if glob(pattern, False).match(" ".join(texts)):
+        return True
+    wanted = pattern.split()
+    start = next((i for i, word in enumerate(wanted) if word.startswith("-")), len(wanted))
+    operands = [text for text in texts if not text.startswith("-")]
+    return start < len(wanted) and len(operands) >= start and all(
+        glob(want, False).match(text) for want, text in zip(wanted[:start], operands)) and all(
+        any(word_fits(want, text) for text in texts) for want in wanted[start:] if want != "*")
+
+
+def word_fits(want: str, text: str) -> bool:
+    """A word of a pattern and one of a command: -f is in -uf, --mirror is --mirr, / is /*."""
+    if want.startswith("--"):
+        text = text.partition("=")[0]
+        return bool(glob(want, False).match(text)) or len(text) > 4 and want.startswith(text)
+    if want.startswith("-"):
+        return bool(re.fullmatch(r"-\w+", text)) and want[1:].lower() in text.lower()
+    return bool(glob(want, False).match(text.rstrip("*/") or "/"))
+
+
+def allowed_by(rule: Rule, part: Part) -> bool:
+    """Does an allow rule speak of this part, to the letter? The words in front of its first * are
+    compared one by one, so that a quoted blank is not taken for two words."""
+    words, texts = rule.target.split(" "), part.texts()
+    plain = list(itertools.takewhile(lambda word: "*" not in word, words))
+    rest = " ".join(words[len(plain):])
+    return texts[:len(plain)] == plain and (
+        texts[len(plain):] == [] if not rest else
+        rest == "*" or bool(glob(rest, True).match(" ".join(texts[len(plain):]))))
+
+
+def paths_in(part: Part, workspace: Workspace | None) -> list[str]:
+    """What in a command may be a path: words, parts of words as in --file=a, files of a pattern."""
+    import glob as files
+    found = []
+    for word in [*part.words, *part.files]:
+        for text in {word.text, *re.split(r"[=:,@]", word.text)} - {""}:
+            found += [text, text.rstrip("/") + "/"]
+            if workspace and len(text) < 4000:
+                found.append(workspace.target(text))
+                if word.pattern:
+                    found += itertools.islice(files.iglob(text, root_dir=workspace.root), 1000)
+    return found
 
 
 def path_fits(rule: Rule, path: str) -> bool:
     """Does the rule's pattern fit this path, or, unless it allows, a folder or name in it?"""
-    parts = path.split("/")
+    parts = path.rstrip("/").split("/")
     if rule.unless and glob(rule.unless, False).match(parts[-1]):
         return False
     pattern = glob(rule.target.removeprefix("./"), False)
@@ -2495,6 +2807,46 @@ def path_fits(rule: Rule, path: str) -> bool:
     if rule.decision != "allow":
         names += parts + ["/".join(parts[:end]) for end in range(1, len(parts))]
     return any(pattern.match(name) for name in names)
+
+
+def rule_fits(rule: Rule, name: str, target: str | Part,
+              workspace: Workspace | None = None) -> bool:
+    """Does the rule speak of this tool and this target, a path or a part of a command line?"""
+    if rule.tool not in ("*", name):
+        return False
+    if isinstance(target, str):
+        return path_fits(rule, target)
+    if rule.decision == "allow":
+        return not target.doubts and (rule.target == "*" or
+                                      rule.tool == name and allowed_by(rule, target))
+    if rule.target == "*" or rule.tool == name:
+        return rule.target == "*" or command_fits(rule.target, target.texts())
+    return any(path_fits(rule, path) for path in paths_in(target, workspace))
+
+
+def git_may_run(workspace: Workspace | None) -> bool:
+    """Could the repository's own settings make a reading git command run a program?"""
+    for folder in (workspace.root, *workspace.root.parents) if workspace else ():
+        git = folder / ".git"
+        if git.exists():
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                text = (git / "config").read_text("utf-8")
+                return bool(re.search(
+                    r"^\s*(external|textconv|fsmonitor|command|process|clean|smudge|path|"
+                    r"worktreeconfig)\s*=|^\s*\[include", text, re.I | re.M))
+            return True
+    return False
+
+
+# ── The decision
+
+class Decision(typing.NamedTuple):
+    """What was decided and why. `parts` says it of each part of a command line: text, decision,
+    rule, and the doubts that kept allow rules from counting."""
+    decision: str
+    reason: str
+    rule: Rule | None = None
+    parts: tuple[dict, ...] = ()
 
 
 def target_of(name: str, arguments: dict, workspace: Workspace | None) -> str:
@@ -2511,36 +2863,44 @@ def decide(name: str, args: dict, mode: str = "ask", *, rules: Iterable[Rule] | 
            workspace: Workspace | None = None, sandbox: str = "off") -> Decision:
     """Whether a call is allowed, denied, or a matter for the person.
 
-    `sandbox` is "off" (the person does without), "none" (there is no working one) or "require".
+    `sandbox` is "on" (commands run in one), "off" (the person does without), "none" (there is no
+    working one) or "require" (there is none, and the person wants no commands without).
     """
-    rules = RULES if rules is None else rules
+    rules = list(RULES if rules is None else rules)
     target = target_of(name, args, workspace)
-    trace = [f"{name} {target} in {mode} mode"]
+    parts = (CommandLine(target).read() if name == "shell" else [target]) or [target]
+    told = [decide_part(name, part, mode, rules, workspace, sandbox) for part in parts]
+    one = next((d for kind in ("deny", "ask") for d in told if d.decision == kind), told[0])
+    return one._replace(parts=tuple(
+        {"text": str(part), "decision": d.decision, "rule": str(d.rule) if d.rule else None,
+         "reason": d.reason} for part, d in zip(parts, told)))
 
+
+def decide_part(name: str, part: str | Part, mode: str, rules: list[Rule],
+                workspace: Workspace | None, sandbox: str) -> Decision:
+    """The decision about one path, or one part of a command line."""
     def first(decision: str) -> Rule | None:
-        found = next((r for r in rules if r.decision == decision
-                      and rule_fits(r, name, target)), None)
-        trace.append(f"{decision} rules: {found or 'none fits'}")
-        return found
-
-    def decided(decision: str, reason: str, rule: Rule | None = None) -> Decision:
-        return Decision(decision, reason, rule, (*trace, f"{decision}: {reason}"))
+        return next((rule for rule in rules if rule.decision == decision
+                     and rule_fits(rule, name, part, workspace)), None)
 
     if rule := first("deny"):
-        return decided("deny", f"the rule `{rule}` forbids it", rule)
-    if mode == "plan" and name not in READ_ONLY:
-        return decided("deny", "plan mode only reads")
+        return Decision("deny", f"the rule `{rule}` forbids it", rule)
+    if mode == "plan" and name not in READ_ONLY and (name, sandbox) != ("shell", "on"):
+        return Decision("deny", "plan mode only reads")
     if name == "shell" and sandbox == "require":
-        return decided("deny", "a sandbox is required for commands and there is none yet")
+        return Decision("deny", "commands need a sandbox, and none works here")
     if rule := first("ask"):
-        return decided("ask", f"the rule `{rule}` wants it asked", rule)
-    if rule := first("allow"):
-        return decided("allow", f"the rule `{rule}` allows it", rule)
-    if mode == "auto" and name == "shell" and sandbox != "off":
-        return decided("ask", "no sandbox for commands works here")
+        return Decision("ask", f"the rule `{rule}` wants it asked", rule)
+    rule = first("allow")
+    runs_git = isinstance(part, Part) and part.texts()[:1] == ["git"]
+    if rule and not (runs_git and git_may_run(workspace)):
+        return Decision("allow", f"the rule `{rule}` allows it", rule)
+    if mode == "auto" and name == "shell" and sandbox == "none":
+        return Decision("ask", "no sandbox for commands works here")
     if mode == "auto":
-        return decided("allow", "auto mode allows what no rule forbids")
-    return decided("ask", f"{mode} mode asks where no rule allows")
+        return Decision("allow", "auto mode allows what no rule forbids")
+    doubts = f": {part.doubts[0]}" if isinstance(part, Part) and part.doubts else ""
+    return Decision("ask", f"{mode} mode asks where no rule allows{doubts}")
 
 
 # ─── Hooks ───────────────────────────────────────────────────────────────────────────────────────
@@ -3166,7 +3526,7 @@ class Agent:
         The schema first, then the hooks, then the rules, then the person.
         """
         def refuse(reason: str, text: str, rule: Rule | None = None) -> tuple[Decision, dict, str]:
-            return Decision("deny", reason, rule, ()), {}, text
+            return Decision("deny", reason, rule), {}, text
 
         function = self.tools.get(call.name)
         if function is None:
@@ -3353,6 +3713,12 @@ class Screen:
                 self.end_line()
                 for line in ending_in_words(reason, error):
                     self.say(line, RED)
+
+
+def explain(decision: Decision) -> list[str]:
+    """How it was decided, in lines: the whole, then each part of a command line."""
+    return [f"{decision.decision}: {decision.reason}", *(
+        f"  {part['decision']:5} {part['text']}   ({part['reason']})" for part in decision.parts)]
 
 
 def call_in_short(name: str, arguments: dict | None) -> str:
@@ -3693,6 +4059,8 @@ class Settings:
         parser.add_argument("-c", "--continue", dest="go_on", action="store_true",
                             help="go on with the last session of this workspace")
         parser.add_argument("-r", "--resume", metavar="ID|FILE", help="go on with this session")
+        parser.add_argument("--why", metavar=("TOOL", "TARGET"), nargs=2,
+                            help="print how the rules decide; run nothing")
         parser.add_argument("--version", action="version", version=f"tiny_agent {VERSION}")
         parser.add_argument("task", metavar="TASK", nargs="*", help="what to do")
         dashes = words.index("--") if "--" in words else len(words)
@@ -3716,6 +4084,10 @@ class Settings:
         _, flags, _, default, _ = next(row for row in SETTINGS if row[0] == variable)
         given = getattr(self.flags, flags.split("/")[-1].lstrip("-").replace("-", "_"))
         return given if given is not None else os.environ.get(variable) or default
+
+    def sandbox_state(self) -> str:
+        """What decide() gets: on, off, none or require."""
+        return {"auto": "none"}.get(self.sandbox, self.sandbox)
 
     def folder(self) -> Path:
         """The folder to work in, if no session says otherwise."""
@@ -3825,8 +4197,26 @@ def main(words: list[str] | None = None) -> int:
         return 1
 
 
+def print_why(settings: Settings) -> int:
+    """Prints how the rules decide about a call; returns 0 for allow, 1 for deny, 3 for ask."""
+    name, target = settings.flags.why
+    workspace = Workspace(settings.folder())
+    one_of("tool", name, workspace.tools())
+    decision = decide(name, {TARGETS.get(name, "path"): target}, settings.mode,
+                      rules=settings.rules, workspace=workspace, sandbox=settings.sandbox_state())
+    if settings.flags.json:
+        print(json.dumps({"decision": decision.decision, "reason": decision.reason,
+                          "rule": str(decision.rule) if decision.rule else None,
+                          "parts": decision.parts}))
+    else:
+        print(visible("\n".join(explain(decision))))
+    return {"allow": 0, "deny": 1, "ask": 3}[decision.decision]
+
+
 def run_program(settings: Settings, screen: Screen) -> int:
     """Puts the parts together and runs a task or a chat; returns the exit status."""
+    if settings.flags.why:
+        return print_why(settings)
     task = settings.task()
     if not task and (settings.flags.json or not can_ask()):
         raise UsageError("there is no task", "give one as argument or through a pipe; a chat needs "
@@ -3836,8 +4226,7 @@ def run_program(settings: Settings, screen: Screen) -> int:
     provider, why = settings.provider(session)
     agent = Agent(provider, workspace, mode=settings.mode, rules=settings.rules, session=session,
                   home=None if settings.flags.no_session else settings.home,
-                  max_steps=settings.max_steps,
-                  sandbox={"auto": "none"}.get(settings.sandbox, settings.sandbox))
+                  max_steps=settings.max_steps, sandbox=settings.sandbox_state())
     if can_ask():
         agent.approve = asker(agent, screen)
     for note in session.notes:
