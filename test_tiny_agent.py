@@ -2238,7 +2238,7 @@ def test_every_call_is_audited(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "home/audit.jsonl").read_text().splitlines()]
     assert [(entry["tool"], entry["decision"]) for entry in lines] == [
         ("write_file", "deny"), ("shell", "deny"), ("fly", "deny"), ("read_file", "allow")]
-    assert lines[1]["rule"] == "deny shell git push -f *" and lines[3]["rule"] == "allow read_file *"
+    assert lines[1]["rule"] == "deny shell git push -f" and lines[3]["rule"] == "allow read_file *"
     assert all(set(entry) == {"at", "tool", "args", "decision", "rule", "result"} for entry in lines)
 
 

@@ -1969,6 +1969,8 @@ class Workspace:
         self.limit, self.outputs = max(1000, min(limit, MAX_RESULT)), outputs
         self.may_read: Callable[[str], bool] = lambda path: True
         self.abort = Abort()
+        self.sandboxed, self.network, self.read_only = False, False, False      # for commands
+        self.hidden: list[Path] = []         # folders that a command in the sandbox must not see
 
     def tools(self) -> dict[str, Callable]:
         """The tools by name."""
@@ -2278,7 +2280,7 @@ class Workspace:
             raise ToolError("timeout must be between 1 and 3600 seconds")
         started = time.monotonic()
         output, inbox = Output(self.limit - 400, self.new_output), queue.SimpleQueue()
-        process = start_command(command, self.root)
+        process = start_command(command, self.root, self.wrapper())
         threading.Thread(target=read_output, args=(process.stdout, output, inbox),
                          daemon=True).start()
         threading.Thread(target=lambda: inbox.put(("exit", process.wait())), daemon=True).start()
@@ -2310,6 +2312,20 @@ class Workspace:
                        said != "exit status 0",
                        {"output_file": str(output.path)} if output.path else {})
 
+    def wrapper(self) -> list[str]:
+        """What stands in front of a command: the sandbox, or nothing."""
+        return sandbox_words(self.root, [*self.hidden, *self.unreadable()],
+                             read_only=self.read_only, network=self.network) \
+            if self.sandboxed else []
+
+    def unreadable(self) -> Iterator[Path]:
+        """The files of the workspace that may not be read, such as .env."""
+        for folder, folders, names in os.walk(self.root):
+            folders[:] = [name for name in folders if name not in SKIPPED]
+            for path in (Path(folder, name) for name in names):
+                if not self.may_read(self.name(path)):
+                    yield path
+
     @tool
     def note(self, text: str) -> str:
         """Keeps one line for later sessions, in AGENTS.md: a fact about this project, a wish.
@@ -2324,14 +2340,61 @@ class Workspace:
         return "noted in AGENTS.md"
 
 
-def start_command(command: str, folder: Path):
+# ── The sandbox for commands: bubblewrap, where it really works
+# All that is there can be read but not written, but for the workspace and a /tmp of its own. The
+# person's home, the agent's home and .env files are not there at all, nor is the network. Later
+# words win over earlier ones.
+
+SANDBOX = ("--ro-bind / / --dev /dev --proc /proc --tmpfs /tmp --tmpfs /run --unshare-pid "
+           "--unshare-ipc --die-with-parent --cap-drop ALL").split()
+TOOL_FOLDERS = (".pyenv .rustup .cargo/bin .nvm .volta .rbenv .asdf .bun .deno .sdkman go/bin "
+                ".local/bin .local/lib miniconda3 anaconda3").split()      # below home, to read
+KEY_FOLDERS = ".ssh .gnupg .aws .azure .kube .docker .config .netrc .git-credentials".split()
+
+
+@functools.cache
+def bubblewrap() -> str | None:
+    """The path of a bwrap that can run something here; None if there is none."""
+    import shutil
+    import subprocess
+    path = shutil.which("bwrap")
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        if path and not subprocess.run([path, *SANDBOX, "--unshare-net", "true"], timeout=10,
+                                       stdin=subprocess.DEVNULL, capture_output=True).returncode:
+            return path
+    return None
+
+
+def sandbox_words(root: Path, hidden: Iterable[Path], *, read_only: bool,
+                  network: bool) -> list[str]:
+    """What stands in front of a command so that it runs in the sandbox."""
+    home = Path(os.path.realpath(Path.home()))
+    words = [bubblewrap(), *SANDBOX]
+    if home != Path("/"):
+        words += ["--tmpfs", str(home)]
+    for folder in (home / name for name in TOOL_FOLDERS):
+        words += ["--ro-bind", str(folder), str(folder)] if folder.exists() else []
+    for git in (parent / ".git" for parent in root.parents):
+        words += ["--ro-bind", str(git), str(git)] if git.exists() else []
+    words += ["--ro-bind" if read_only else "--bind", str(root), str(root)]
+    inside = [home / name for name in KEY_FOLDERS if root in (home / name).parents]
+    for path in [*hidden, *inside]:
+        if path.is_dir():
+            words += ["--tmpfs", str(path)]
+        elif path.exists():
+            words += ["--ro-bind", "/dev/null", str(path)]
+    return words + ([] if network else ["--unshare-net"]) + ["--chdir", str(root)]
+
+
+def start_command(command: str, folder: Path, wrapper: list[str]):
     """A process that runs a command line, in a process group of its own, without input."""
     import shutil
     import subprocess
     environment = {name: value for name, value in os.environ.items()
                    if name.upper() in ENVIRONMENT or name.startswith("LC_")}
     environment |= {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0"}
-    words = [shutil.which("bash") or "/bin/sh", "-c", command] if os.name == "posix" else command
+    words = [*wrapper, shutil.which("bash") or "/bin/sh", "-c", command] \
+        if os.name == "posix" else command
     return subprocess.Popen(words, shell=os.name != "posix", cwd=folder, env=environment,
                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT, start_new_session=True)
@@ -2358,8 +2421,7 @@ def end_command(process) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGTERM)
             end = time.monotonic() + 0.5
-            while time.monotonic() < end:
-                os.killpg(process.pid, 0)              # raises once nobody is left
+            while process.returncode is None and time.monotonic() < end:
                 time.sleep(0.01)
     finally:                                           # also if the person is out of patience
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -2427,6 +2489,9 @@ RULES = [
     Rule("deny", "shell", "rm -r /"),
     Rule("deny", "shell", "rm -r ~"),
     Rule("deny", "shell", "rm -r $HOME"),
+    Rule("deny", "shell", "rm --recursive /"),
+    Rule("deny", "shell", "rm --recursive ~"),
+    Rule("deny", "shell", "rm --recursive $HOME"),
     Rule("ask", "write_file", ".git/*"),
     Rule("ask", "replace_in_file", ".git/*"),
     Rule("allow", "read_file"),
@@ -2493,7 +2558,8 @@ WRAPPERS = {   # programs that run another one: their short options with a value
     "time": ("fo", 0), "timeout": ("ks", 1), "nice": ("n", 0), "ionice": ("cn", 0),
     "xargs": ("aEILnPsd", 0), "command": ("", 0), "builtin": ("", 0), "exec": ("a", 0),
     "setsid": ("", 0), "stdbuf": ("ioe", 0), "chroot": ("", 1), "watch": ("n", 0),
-    "flock": ("wE", 1), "strace": ("eo", 0), "busybox": ("", 0), "parallel": ("jIa", 0)}
+    "flock": ("wE", 1), "ssh": ("bcDEeFIiJLlmopQRSWw", 1), "strace": ("eo", 0),
+    "busybox": ("", 0), "parallel": ("jIa", 0)}
 GIT_VALUES = {"-C", "-c", "--git-dir", "--work-tree", "--namespace", "--config-env"}
 GIT_RUNS = ("--ext-diff", "--textconv", "--output", "--no-index", "--exec", "--open-files-in-pager",
             "--upload-pack", "--receive-pack")       # options that run a program or write a file
@@ -2699,7 +2765,7 @@ def unwrap(part: Part) -> list[Part]:
     words, doubts = list(part.words), list(part.doubts)
     while words and (words[0].text in RESERVED or ASSIGNMENT.match(words[0].text)):
         doubts.append("an assignment, or control flow")
-        words.pop(0)
+        del words[:2 if words[0].text == "function" else 1]
     if not words:
         return [replace(part, doubts=doubts or part.doubts)]
     folder, _, name = words[0].text.rpartition("/")
@@ -2754,12 +2820,12 @@ def command_fits(pattern: str, texts: list[str]) -> bool:
     with its options, and what follows them, in any place."""
     if glob(pattern, False).match(" ".join(texts)):
         return True
-    wanted = pattern.split()
+    wanted = pattern.removesuffix(" *").split()
     start = next((i for i, word in enumerate(wanted) if word.startswith("-")), len(wanted))
     operands = [text for text in texts if not text.startswith("-")]
-    return start < len(wanted) and len(operands) >= start and all(
+    return len(operands) >= start and all(
         glob(want, False).match(text) for want, text in zip(wanted[:start], operands)) and all(
-        any(word_fits(want, text) for text in texts) for want in wanted[start:] if want != "*")
+        any(word_fits(want, text) for text in texts) for want in wanted[start:])
 
 
 def word_fits(want: str, text: str) -> bool:
@@ -2872,8 +2938,9 @@ def decide(name: str, args: dict, mode: str = "ask", *, rules: Iterable[Rule] | 
     told = [decide_part(name, part, mode, rules, workspace, sandbox) for part in parts]
     one = next((d for kind in ("deny", "ask") for d in told if d.decision == kind), told[0])
     return one._replace(parts=tuple(
-        {"text": str(part), "decision": d.decision, "rule": str(d.rule) if d.rule else None,
-         "reason": d.reason} for part, d in zip(parts, told)))
+        {"text": str(part) or f"({part.doubts[0]})", "decision": d.decision,
+         "rule": str(d.rule) if d.rule else None, "reason": d.reason}
+        for part, d in zip(parts, told)))
 
 
 def decide_part(name: str, part: str | Part, mode: str, rules: list[Rule],
@@ -3304,7 +3371,7 @@ class Agent:
     """A model at work in a workspace: `for event in agent.run("task"): ...`
 
     `approve(question)` gives True, False, or a text that says why not. `home` is where outputs and
-    the audit go; None keeps nothing. `sandbox` is what decide() gets.
+    the audit go; None keeps nothing. `sandbox` is what decide() gets; "on" needs bubblewrap.
     """
 
     def __init__(self, provider: Provider, workspace: Workspace, *, mode: str = "ask",
@@ -3318,6 +3385,8 @@ class Agent:
         self.hooks, self.abort = Hooks(), Abort()
         self.tools = workspace.tools()
         self.begin(session or Session())
+        workspace.sandboxed = sandbox == "on"
+        workspace.hidden = [home] if home else []
         workspace.may_read = lambda path: not any(
             rule.decision == "deny" and rule_fits(rule, "read_file", path) for rule in self.rules)
 
@@ -3498,6 +3567,7 @@ class Agent:
             yield ToolStart(call.id, call.name, call.arguments, decision.decision,
                             str(decision.rule) if decision.rule else None, decision.reason)
             started = time.monotonic()
+            self.workspace.read_only = self.mode == "plan"
             outcome = Outcome(refusal, True) if refusal else \
                 (yield from self.run_tool(call, arguments))
             result = self.finish(call, decision, outcome)
@@ -3563,8 +3633,10 @@ class Agent:
 
     def flags_for(self, name: str) -> str:
         """What would allow a call that no rule speaks of."""
+        if self.mode == "plan":
+            return f"--allow '{name}:PATTERN'"
         if name == "shell":
-            return "--mode auto" + (" --sandbox off" if self.sandbox != "off" else "")
+            return "--mode auto" + (" --sandbox off" if self.sandbox == "none" else "")
         return f"--mode auto or --allow '{name}:*'"
 
     def run_tool(self, call: ToolCall, arguments: dict) -> Iterator[Event]:
@@ -3839,7 +3911,8 @@ def ready(provider: Provider) -> Provider:
 
 def describe(agent: Agent) -> str:
     """What is set, in a line."""
-    sandbox = {"off": "no sandbox", "none": "no sandbox, so commands are asked about",
+    sandbox = {"off": "no sandbox", "on": "commands in a sandbox",
+               "none": "no sandbox, so commands are asked about",
                "require": "no sandbox, so no commands"}[agent.sandbox]
     return (f"tiny_agent {VERSION}: {agent.provider.name} {agent.provider.model}, "
             f"{agent.mode} mode, {sandbox}, in {agent.workspace.root}")
@@ -4054,6 +4127,8 @@ class Settings:
         for decision in ("allow", "ask", "deny"):
             parser.add_argument(f"--{decision}", metavar="TOOL:PATTERN", action="append",
                                 default=[], help="one more rule; repeatable")
+        parser.add_argument("--sandbox-net", action="store_true",
+                            help="commands in the sandbox may use the network")
         parser.add_argument("--no-session", action="store_true", help="keep nothing")
         parser.add_argument("--json", action="store_true", help="stdout: one event a line")
         parser.add_argument("-c", "--continue", dest="go_on", action="store_true",
@@ -4087,7 +4162,9 @@ class Settings:
 
     def sandbox_state(self) -> str:
         """What decide() gets: on, off, none or require."""
-        return {"auto": "none"}.get(self.sandbox, self.sandbox)
+        if self.sandbox == "off":
+            return "off"
+        return "on" if bubblewrap() else "none" if self.sandbox == "auto" else "require"
 
     def folder(self) -> Path:
         """The folder to work in, if no session says otherwise."""
@@ -4107,7 +4184,9 @@ class Settings:
             raise UsageError(f"the workspace {brief(str(folder))} cannot be used: "
                              f"{getattr(error, 'strerror', error)}",
                              "name a folder that you can read with -w") from None
-        return Workspace(folder, limit=self.budget)
+        workspace = Workspace(folder, limit=self.budget)
+        workspace.network = self.flags.sandbox_net
+        return workspace
 
     def provider(self, session: Session) -> tuple[Provider, str]:
         """(who answers, why it is that one)"""
