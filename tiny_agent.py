@@ -1849,7 +1849,7 @@ MAX_KEPT = 100_000_000        # bytes of one command's output that are kept
 MAX_RESULT = 50_000           # characters of a result, whatever the budget
 SKIPPED = {".git", ".hg", ".svn", "node_modules", "__pycache__", ".venv", "venv", ".tox", ".nox",
            ".mypy_cache", ".pytest_cache", ".ruff_cache"}
-GREP_SECONDS = 20
+GREP_SECONDS = 10
 ENVIRONMENT = ("PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR TMP TEMP VIRTUAL_ENV "
                "SYSTEMROOT SYSTEMDRIVE COMSPEC PATHEXT WINDIR USERPROFILE APPDATA LOCALAPPDATA "
                "PROGRAMFILES PROGRAMDATA").split()     # of these a command sees; and LC_*
@@ -1912,12 +1912,18 @@ class Output:
         import codecs
         self.decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self.limit, self.new_file = limit, new_file
-        self.head, self.tail, self.size = "", "", 0
+        self.head, self.tail, self.size, self.held = "", "", 0, ""
         self.file = self.path = None
 
     def add(self, data: bytes, final: bool = False) -> str:
         """Takes bytes as they come; gives their text."""
-        piece = mask(self.decode(data, final))
+        piece = mask(self.held + self.decode(data, final))
+        begun = max((length for secret in SECRETS for length in range(1, len(secret))
+                     if piece.endswith(secret[:length])), default=0)
+        if begun and not final:              # this may be the beginning of a key
+            piece, self.held = piece[:-begun], piece[-begun:]
+        else:
+            self.held = ""
         before, self.size = self.size, self.size + len(piece)
         if self.size <= self.limit:
             self.head += piece
@@ -2009,7 +2015,10 @@ class Workspace:
         if real.is_dir():
             raise ToolError(f"{name} is a folder; find_files lists files, for example "
                             f"find_files({name + '/*'!r})")
+        if not os.path.lexists(real):
+            raise ToolError(f"there is no file {name}{self.look_alike(real)}")
         with os.fdopen(os.open(real, flags), "rb") as file:
+            self.check_opened(file.fileno(), real)
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise ToolError(f"{name} is not a regular file but a pipe, socket or device")
@@ -2029,19 +2038,56 @@ class Workspace:
             if not os.access(real, os.W_OK):
                 raise ToolError(f"{self.name(real)} is write-protected")
         real.parent.mkdir(parents=True, exist_ok=True)
-        beside = real.with_name(f".{real.name[:100]}.{own_id()}.tmp")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+        with self.folder(real.parent) as folder:
+            beside = f".{real.name[:100]}.{own_id()}.tmp"
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+            where = str(real.parent / beside) if folder is None else beside
+            try:
+                with os.fdopen(os.open(where, flags, 0o666, dir_fd=folder), "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                if mode is not None:
+                    os.chmod(where, mode, dir_fd=folder)
+                os.replace(where, real if folder is None else real.name, src_dir_fd=folder,
+                           dst_dir_fd=folder)
+            finally:
+                with contextlib.suppress(OSError):
+                    os.unlink(where, dir_fd=folder)
+
+    @contextlib.contextmanager
+    def folder(self, real: Path) -> Iterator[int | None]:
+        """A folder held open, so that a link that is put in its place meanwhile is not followed;
+        None where the system has no such thing."""
+        if os.open not in os.supports_dir_fd:
+            yield None
+            return
+        handle = os.open(real, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
-            with os.fdopen(os.open(beside, flags, 0o666), "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            if mode is not None:
-                os.chmod(beside, mode)
-            os.replace(beside, real)
+            self.check_opened(handle, real)
+            yield handle
         finally:
-            with contextlib.suppress(OSError):
-                os.unlink(beside)
+            os.close(handle)
+
+    @staticmethod
+    def check_opened(handle: int, real: Path) -> None:
+        """Raises ToolError if something else was opened than what was checked."""
+        link = f"/proc/self/fd/{handle}"
+        if os.path.exists(link) and os.readlink(link) != str(real):
+            raise ToolError(f"{real} was exchanged for something else meanwhile")
+
+    @staticmethod
+    def look_alike(real: Path) -> str:
+        """"; but there is …" if a file is there whose name only looks the same."""
+        import unicodedata
+
+        def plain(name: str) -> str:
+            return " ".join(unicodedata.normalize("NFKC", name).casefold().split())
+        with contextlib.suppress(OSError):
+            for name in os.listdir(real.parent):
+                if plain(name) == plain(real.name):
+                    return f"; but there is one written {ascii(name)}"
+        return ""
 
     def new_output(self, tool_name: str) -> tuple[Path, typing.TextIO]:
         """A new file for an output that is too long to show: (its path, open for writing)."""
@@ -2226,8 +2272,12 @@ class Workspace:
         def interrupt() -> None:             # in a signal handler it ends even a costly match
             if threading.get_ident() == here:
                 raise KeyboardInterrupt
-        with self.abort.calling(interrupt):
-            self.search(regex, start, end, hits)
+        with self.abort.calling(interrupt), alarm(GREP_SECONDS):
+            try:
+                self.search(regex, start, end, hits)
+            except TimeoutError:
+                hits.append(f"[stopped after {GREP_SECONDS} s: the pattern takes too long; use a "
+                            "simpler one]")
         return "\n".join(hits) or f"nothing matches {pattern}"
 
     def search(self, regex: re.Pattern, start: Path, end: float, hits: list[str]) -> None:
@@ -2384,6 +2434,27 @@ def sandbox_words(root: Path, hidden: Iterable[Path], *, read_only: bool,
         elif path.exists():
             words += ["--ro-bind", "/dev/null", str(path)]
     return words + ([] if network else ["--unshare-net"]) + ["--chdir", str(root)]
+
+
+@contextlib.contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Within, TimeoutError is raised when the time is over, even in the middle of a match; but
+    only in the main thread of a POSIX system."""
+    import signal
+    if not hasattr(signal, "setitimer") or \
+            threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(number: int, frame: object) -> None:
+        raise TimeoutError
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def start_command(command: str, folder: Path, wrapper: list[str]):
@@ -3838,31 +3909,60 @@ def can_ask() -> bool:
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
+LOOK_ALIKE = re.compile(r"[a-zA-Z]+[^\x00-\x7f]|[^\x00-\x7f][a-zA-Z]+")
+
+
 def asker(agent: Agent, screen: Screen) -> Callable[[Question], bool | str]:
     """A function that asks the person at the terminal; what was typed before does not count."""
+    always: set[str] = set()                 # calls that the person allowed for this session
+
     def ask(question: Question) -> bool | str:
-        import signal
-        screen.say(f"- {question.name}: may this be done? ({question.reason})", BOLD)
-        for line in fold(visible(mask(question.preview))).split("\n"):
-            screen.say(f"  | {line}")
-        screen.asked = True
-        answer = ""
-        try:
-            with interrupts(signal.default_int_handler):
-                with contextlib.suppress(ImportError, OSError):
-                    import termios           # what was typed before the question does not count
-                    termios.tcflush(sys.stdin, termios.TCIFLUSH)
-                if not agent.abort.done:
-                    print("  allow? [y/N] ", end="", file=sys.stderr, flush=True)
-                    answer = sys.stdin.readline()
-        except KeyboardInterrupt:
-            agent.stop()
-        if not answer.endswith("\n"):
-            print(file=sys.stderr)
+        call = json.dumps([agent.session.entries[0].id, question.name, question.arguments])
+        if call in always:
+            return True
+        show_question(question, screen, fold)
+        while (answer := read_answer(agent)).strip().lower() in ("s", "show"):
+            show_question(question, screen, str)
         if agent.abort.done:
             return "the person stopped the run"
-        return answer.strip().lower() in ("y", "yes")
+        word = answer.strip().lower()
+        if word in ("a", "always"):
+            always.add(call)
+        elif word not in ("y", "yes"):
+            comment = re.sub(r"^no?\b[\s,:]*", "", answer.strip(), flags=re.I)
+            return f"the person said no{': ' + comment if comment else ''}"
+        return True
     return ask
+
+
+def show_question(question: Question, screen: Screen, shorten: Callable[[str], str]) -> None:
+    """Shows what a call would do, each line behind a gutter, and nothing that could be hidden."""
+    screen.asked = True
+    screen.say(f"- {question.name}: may this be done? ({question.reason})", BOLD)
+    for line in shorten(visible(mask(question.preview))).split("\n"):
+        screen.say(f"  | {line}")
+    if question.name == "shell" and (odd := LOOK_ALIKE.search(question.preview)):
+        screen.say(f"  note: letters of other scripts in it: {ascii(odd[0])[1:-1]}", RED)
+
+
+def read_answer(agent: Agent) -> str:
+    """What the person types at the question; Ctrl-C stops the run, the end of input is a no."""
+    import signal
+    answer = ""
+    try:
+        with interrupts(signal.default_int_handler):
+            with contextlib.suppress(ImportError, OSError):
+                import termios               # what was typed before the question does not count
+                termios.tcflush(sys.stdin, termios.TCIFLUSH)
+            if not agent.abort.done:
+                print("  allow? [y/N/always/show, or why not] ", end="", file=sys.stderr,
+                      flush=True)
+                answer = sys.stdin.readline()
+    except KeyboardInterrupt:
+        agent.stop()
+    if not answer.endswith("\n"):
+        print(file=sys.stderr)
+    return answer
 
 
 class Terminated(BaseException):
@@ -4011,6 +4111,17 @@ def model_(chat: Chat, rest: str) -> None:
     if rest:
         chat.agent.provider = chat.agent.provider.using(model=rest)
     chat.screen.say(f"model: {chat.agent.provider.model}")
+
+
+@slash
+def why_(chat: Chat, rest: str) -> None:
+    """/why TOOL TARGET: how the rules would decide about a call"""
+    name, _, target = rest.partition(" ")
+    agent = chat.agent
+    decision = decide(one_of("tool", name, agent.tools), {TARGETS.get(name, "path"): target},
+                      agent.mode, rules=agent.rules, workspace=agent.workspace,
+                      sandbox=agent.sandbox)
+    chat.screen.say("\n".join(explain(decision)))
 
 
 @slash
