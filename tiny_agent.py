@@ -65,7 +65,7 @@ import time
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -145,7 +145,7 @@ def to_json(value: object) -> object:
         return [to_json(item) for item in value]
     if not is_dataclass(value):
         return value
-    named = {"type": value.type} if type(value) in EVENTS.values() else {}
+    named = {"type": value.type} if isinstance(value, Event) else {}
     for name in value.__dataclass_fields__:
         item = getattr(value, name)
         if item or name not in LEFT_OUT_IF_EMPTY:
@@ -190,140 +190,43 @@ def from_json(data: dict) -> Message:
 #   run_end
 #   run_settled                                   everything is written; nothing follows
 
-EVENTS: dict[str, type] = {}
+class Event:
+    """Something that happened; `type` is its name in JSON."""
+    type: str
 
 
-def event(name: str) -> Callable[[type], type]:
-    """Makes a class an event: a frozen dataclass with the one name that JSON gives it."""
-    def register(kind: type) -> type:
-        kind.type = name
-        EVENTS[name] = dataclass(frozen=True)(kind)
-        return EVENTS[name]
-    return register
+EVENTS: dict[str, type[Event]] = {}
 
 
-@event("run_start")
-class RunStart:
-    session: str | None
-    provider: str
-    model: str
-    mode: str
-    workspace: str
+def event(name: str, /, **members: object) -> type[Event]:
+    """A new kind of event, as a frozen dataclass with these members."""
+    EVENTS[name] = make_dataclass(name.title().replace("_", ""), members.items(), bases=(Event,),
+                                  namespace={"type": name}, frozen=True)
+    return EVENTS[name]
 
 
-@event("message_start")
-class MessageStart:
-    message: Message
-
-
-@event("message_end")
-class MessageEnd:
-    message: Message
-
-
-@event("turn_start")
-class TurnStart:
-    turn: int
-
-
-@event("turn_end")
-class TurnEnd:
-    turn: int
-
-
-@event("retry")
-class Retry:
-    """`attempt` is the one that failed, from 1; `delay` in seconds."""
-    attempt: int
-    delay: float
-    error: dict
-
-
-@event("text_delta")
-class TextDelta:
-    delta: str
-
-
-@event("thinking_delta")
-class ThinkingDelta:
-    delta: str
-
-
-@event("toolcall_start")
-class ToolcallStart:
-    id: str
-    name: str
-
-
-@event("toolcall_delta")
-class ToolcallDelta:
-    id: str
-    name: str
-    delta: str
-
-
-@event("toolcall_end")
-class ToolcallEnd:
-    tool_call: ToolCall
-
-
-@event("tool_start")
-class ToolStart:
-    id: str
-    name: str
-    arguments: dict | None
-    decision: str
-    rule: str | None
-    reason: str
-
-
-@event("tool_output")
-class ToolOutput:
-    id: str
-    text: str
-
-
-@event("tool_end")
-class ToolEnd:
-    id: str
-    name: str
-    is_error: bool
-    content: str
-    seconds: float
-
-
-@event("compaction")
-class Compaction:
-    """`before` and `after` in tokens."""
-    reason: str
-    before: int
-    after: int
-    first_kept_entry_id: str | None
-    error: str | None
-
-
-@event("warning")
-class Warned:
-    message: str
-
-
-@event("run_end")
-class RunEnd:
-    """`reason` is stop, length, error, aborted or max_steps."""
-    reason: str
-    error: dict | None
-
-
-@event("run_settled")
-class RunSettled:
-    reason: str
-    error: dict | None
-    answer: str
-    session: str | None
-    totals: dict
-
-
-Event = typing.Union[tuple(EVENTS.values())]
+RunStart = event("run_start", session=str | None, provider=str, model=str, mode=str, workspace=str)
+MessageStart = event("message_start", message=Message)
+MessageEnd = event("message_end", message=Message)
+TurnStart = event("turn_start", turn=int)
+TurnEnd = event("turn_end", turn=int)
+Retry = event("retry", attempt=int, delay=float, error=dict)    # the one that failed; in seconds
+TextDelta = event("text_delta", delta=str)
+ThinkingDelta = event("thinking_delta", delta=str)
+ToolcallStart = event("toolcall_start", id=str, name=str)
+ToolcallDelta = event("toolcall_delta", id=str, name=str, delta=str)
+ToolcallEnd = event("toolcall_end", tool_call=ToolCall)
+ToolStart = event("tool_start", id=str, name=str, arguments=dict | None, decision=str,
+                  rule=str | None, reason=str)
+ToolOutput = event("tool_output", id=str, text=str)
+ToolEnd = event("tool_end", id=str, name=str, is_error=bool, content=str, seconds=float)
+Compaction = event("compaction", reason=str, before=int, after=int,              # in tokens
+                   first_kept_entry_id=str | None, error=str | None)
+Warned = event("warning", message=str)
+RunEnd = event("run_end", reason=str,              # stop, length, error, aborted or max_steps
+               error=dict | None)
+RunSettled = event("run_settled", reason=str, error=dict | None, answer=str, session=str | None,
+                   totals=dict)
 
 # ── Text from elsewhere, made fit to show
 # What a server, a model or a file says may hold keys, escape sequences, or signs that turn text
