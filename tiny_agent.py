@@ -836,15 +836,10 @@ def parse_arguments(text: str) -> dict | None:
 
     No text and `null` are an object without members; a text inside a text is unpacked once.
     """
-    def no_number(token: str) -> float:
-        if abs(float(token)) == float("inf") or token == "NaN":
-            raise ValueError(token)
-        return float(token)
-    read = functools.partial(json.loads, parse_float=no_number, parse_constant=no_number,
-                             strict=False)
     try:
-        value = read(text) if text.strip() else {}
-        value = read(value) if isinstance(value, str) else value
+        value = json.loads(text.strip() or "{}", strict=False)
+        value = json.loads(value, strict=False) if isinstance(value, str) else value
+        json.dumps(value, allow_nan=False)           # NaN and infinity are not JSON
     except (ValueError, RecursionError):
         return None
     return {} if value is None else value if isinstance(value, dict) else None
