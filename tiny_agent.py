@@ -746,44 +746,35 @@ def refusal(status: int, body: str | dict, headers=None, **names: str) -> Provid
     return error
 
 
-DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:([\d.]+)(ms|s))?")
+UNITS = {"h": 3600, "m": 60, "s": 1, "ms": 0.001, "": 1}     # in seconds
 
 
 def seconds_of(text: str) -> float | None:
     """"1m2.5s", "260ms", "34s" or a bare number of seconds; None if it is none of these."""
-    with contextlib.suppress(ValueError):
-        return float(text)
-    found = DURATION.fullmatch(text.strip())
-    if not found or not any(found.groups()):
-        return None
-    with contextlib.suppress(ValueError):
-        last = float(found[3] or 0) / (1000 if found[4] == "ms" else 1)
-        return int(found[1] or 0) * 3600 + int(found[2] or 0) * 60 + last
+    parts = re.findall(r"([\d.]+)(h|ms?|s|$)", text.strip())
+    if "".join(number + unit for number, unit in parts) == text.strip() != "":
+        with contextlib.suppress(ValueError):
+            return round(sum(float(number) * UNITS[unit] for number, unit in parts), 3)
     return None
 
 
 def wait_asked_for(headers, body: str | dict, message: str) -> float | None:
     """How many seconds a server asks to wait; None if it says nothing usable."""
-    from email.utils import parsedate_to_datetime
-    now = time.time()
-    found: list[float | None] = []
-    if milliseconds := headers.get("retry-after-ms"):
-        found.append((seconds_of(milliseconds) or 0) / 1000)
-    if after := headers.get("Retry-After"):
-        found.append(seconds_of(after))
-        with contextlib.suppress(ValueError, TypeError):
-            sent = headers.get("Date")
-            since = parsedate_to_datetime(sent).timestamp() if sent else now
-            found.append(parsedate_to_datetime(after).timestamp() - since)
+    from email.utils import formatdate, parsedate_to_datetime
+    found = [seconds_of(headers.get("retry-after-ms", "") + "ms"),
+             seconds_of(headers.get("Retry-After", ""))]
+    with contextlib.suppress(ValueError, TypeError):
+        now = parsedate_to_datetime(headers.get("Date") or formatdate(usegmt=True))
+        found.append((parsedate_to_datetime(headers.get("Retry-After")) - now).total_seconds())
     text = (body if isinstance(body, str) else json.dumps(body)).replace("\\", "")
-    if detail := re.search(r'"retryDelay":\s*"([^"]+)"', text):
-        found.append(seconds_of(detail[1]))
-    if asked := re.search(r"(?:try again|retry) (?:in|after) ((?:\d+h)?(?:\d+m)?[\d.]+ ?m?s)",
-                          message, re.I):
-        found.append(seconds_of(asked[1].replace(" ", "")))
+    for where, pattern in (
+            (text, r'"retryDelay":\s*"([^"]+)"'),
+            (message, r"(?:try again|retry) (?:in|after) ((?:\d+h)?(?:\d+m)?[\d.]+ ?m?s)")):
+        if asked := re.search(pattern, where, re.I):
+            found.append(seconds_of(asked[1].replace(" ", "")))
     if reset := re.search(r'"X-RateLimit-Reset":\s*"?(\d{12,})',
                           f'{text} "X-RateLimit-Reset":{headers.get("X-RateLimit-Reset")}', re.I):
-        found.append(int(reset[1]) / 1000 - now)
+        found.append(int(reset[1]) / 1000 - time.time())
     for what in ("tokens", "requests"):
         if headers.get(f"x-ratelimit-remaining-{what}") == "0":
             found.append(seconds_of(headers.get(f"x-ratelimit-reset-{what}", "")))
