@@ -890,7 +890,7 @@ class Reply:
         self.provider, self.names = provider, [schema["name"] for schema in tools]
         self.taken = {c.id for m in messages if isinstance(m, AssistantMessage)
                       for c in m.tool_calls}
-        self.place, self.held = "start", ""          # start, thought or answer; not yet sorted
+        self.text, self.thought = "", 0              # all that came; how much of its <think> is out
         self.content, self.sent, self.thinking = "", 0, ""
         self.calls: list[Pending] = []
         self.by_index: dict[object, Pending] = {}
@@ -898,26 +898,19 @@ class Reply:
         self.data: dict = {}                         # what must go back to this provider
         self.finish, self.ended = "", False          # the finish reason; is the message whole?
 
-    def add_text(self, piece: str) -> Iterator[Event]:
+    def add_text(self, piece: str, last: bool = False) -> Iterator[Event]:
         """Content. A <think> at its start opens a thought; elsewhere it is text."""
-        self.held += piece
-        if self.place == "start" and self.held.strip() and \
-                not "<think>".startswith(self.held.strip()[:7]):
-            self.place = "answer"
-        if self.place == "start" and self.held.lstrip().startswith("<think>"):
-            self.place, self.held = "thought", self.held.lstrip()[7:]
-        if self.place == "thought":
-            self.held = self.held if self.thinking else self.held.lstrip()
-            thought, end, rest = self.held.partition("</think>")
-            cut = len(thought) if end else (re.search(r"(<[/a-z]{0,7})?\Z", thought)).start()
-            yield from self.add_thinking(thought[:cut])
-            self.held = rest.lstrip() if end else thought[cut:]
-            self.place = ("after thought" if not self.held else "answer") if end else self.place
-        if self.place == "after thought":
-            self.held = self.held.lstrip()
-            self.place = "answer" if self.held else self.place
-        if self.place == "answer":
-            self.content, self.held = self.content + self.held, ""
+        self.text += piece
+        self.content, start = self.text, self.text.lstrip()
+        if start.startswith("<think>"):
+            thought, end, rest = start[7:].partition("</think>")
+            thought, self.content = thought.lstrip(), rest.lstrip()
+            whole = end or last             # else its end may be the beginning of the closing tag
+            held = "" if whole else re.search(r"(<[/a-z]{0,7})?\Z", thought[-8:])[0]
+            cut = len(thought) - len(held)
+            yield from self.add_thinking(thought[self.thought:cut])
+            self.thought = cut
+        if last or not "<think>".startswith(start):
             yield from self.send(self.settled())
 
     def settled(self) -> int:
@@ -1001,11 +994,7 @@ class Reply:
 
         Raises ProviderError for a reply that is no success: refused, broken off, empty.
         """
-        if self.place == "thought":
-            yield from self.add_thinking(self.held)
-        else:
-            self.content += self.held
-        self.held = ""
+        yield from self.add_text("", last=True)
         lost = re.match(r"((?:(?!<think>).)*?)(?:\n</think>\s*|</think>\s*\n\s*)(.*)",
                         self.content, re.S)
         if lost and not self.thinking:               # the opening tag was in the prompt
