@@ -540,13 +540,10 @@ def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
     """Yields the lines of a byte stream, ended by CR, LF or CRLF wherever the chunks are cut."""
     parts: list[bytes] = []
     after_cr = False
-    for chunk in chunks:
-        if after_cr and chunk:
-            chunk, after_cr = chunk.removeprefix(b"\n"), False
-        if not chunk:
-            continue
+    for chunk in filter(None, chunks):
+        fresh = chunk.removeprefix(b"\n") if after_cr else chunk
         after_cr = chunk.endswith(b"\r")
-        first, *more = re.split(rb"\r\n|\r|\n", chunk)
+        first, *more = re.split(rb"\r\n|\r|\n", fresh)
         parts.append(first)
         for line in more:
             yield b"".join(parts)
@@ -561,13 +558,12 @@ def server_events(chunks: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
     last event without a blank line counts, and so does a field called `error` (old llama.cpp).
     """
     name, data = "", []
-    for number, line in enumerate(lines(chunks)):
+    for number, line in enumerate(itertools.chain(lines(chunks), [b""])):
         line = line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
-        if not line and any(data):
-            yield name, b"\n".join(data)
         if not line:
+            if any(data):
+                yield name, b"\n".join(data)
             name, data = "", []
-            continue
         key, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         if key == b"event":
@@ -575,8 +571,6 @@ def server_events(chunks: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
         elif key in (b"data", b"error"):
             data.append(value)
             name = "error" if key == b"error" else name
-    if any(data):
-        yield name, b"\n".join(data)
 
 
 DONE = {"[DONE]": True}      # the object that json_events gives for the end mark
