@@ -1390,39 +1390,38 @@ def to_anthropic(system: str, messages: list[Message], tools: list[dict],
 
 def from_anthropic(data: dict, reply: Reply) -> Iterator[Event]:
     """Feeds one event (or one whole message) to the reply. It is whole only at message_stop."""
-    kind, index = data.get("type"), data.get("index", 0)
-    thoughts: list[dict] = reply.data.get("thinking", [])
-    if kind == "message_start":
-        reply.add_usage(data["message"].get("usage"))
-    elif kind == "message":
-        for number, block in enumerate(data.get("content") or ()):
-            yield from from_anthropic({"type": "content_block_start", "index": number,
-                                       "content_block": block}, reply)
-        reply.finish = data.get("stop_reason") or ""
-    elif kind == "content_block_start":
-        block = data["content_block"]
-        if block["type"] == "tool_use":
-            yield from reply.add_call(index, block["id"], block["name"], block.get("input") or "")
-        elif block["type"] == "text":
-            yield from reply.add_text(block.get("text") or "")
-        elif block["type"] in ("thinking", "redacted_thinking"):
-            reply.data["thinking"] = [*thoughts, dict(block)]
-            yield from reply.add_thinking(block.get("thinking") or "")
-    elif kind == "content_block_delta":
-        delta = data["delta"]
-        if delta["type"] == "text_delta":
-            yield from reply.add_text(delta["text"])
-        elif delta["type"] == "input_json_delta":
-            yield from reply.add_call(index, arguments=delta["partial_json"])
-        elif delta["type"] == "thinking_delta":
-            thoughts[-1]["thinking"] += delta["thinking"]
-            yield from reply.add_thinking(delta["thinking"])
-        elif delta["type"] == "signature_delta":
-            thoughts[-1]["signature"] = delta["signature"]
-    elif kind == "message_delta":
-        reply.finish = data["delta"].get("stop_reason") or reply.finish
-    elif kind == "message_stop":
-        reply.ended = True
+    index, thoughts = data.get("index", 0), reply.data.get("thinking", [])
+    part = data.get("content_block") or data.get("delta") or {}
+    match data.get("type"), part.get("type"):
+        case "message_start", _:
+            reply.add_usage(data["message"].get("usage"))
+        case "message", _:
+            for number, block in enumerate(data.get("content") or ()):
+                yield from from_anthropic({"type": "content_block_start", "index": number,
+                                           "content_block": block}, reply)
+            reply.finish = data.get("stop_reason") or ""
+        case "content_block_start", "tool_use":
+            yield from reply.add_call(index, part["id"], part["name"], part.get("input") or "")
+        case "content_block_start", "text":
+            yield from reply.add_text(part.get("text") or "")
+        case "content_block_start", "thinking" | "redacted_thinking":
+            reply.data["thinking"] = [*thoughts, dict(part)]
+            yield from reply.add_thinking(part.get("thinking") or "")
+        case "content_block_delta", "text_delta":
+            yield from reply.add_text(part["text"])
+        case "content_block_delta", "input_json_delta":
+            yield from reply.add_call(index, arguments=part["partial_json"])
+        case "content_block_delta", "thinking_delta":
+            thoughts[-1]["thinking"] += part["thinking"]
+            yield from reply.add_thinking(part["thinking"])
+        case "content_block_delta", "signature_delta":
+            thoughts[-1]["signature"] = part["signature"]
+        case "content_block_start" | "content_block_delta", None:
+            raise KeyError("type")
+        case "message_delta", _:
+            reply.finish = data["delta"].get("stop_reason") or reply.finish
+        case "message_stop", _:
+            reply.ended = True
 
 
 # ── A provider without a network
