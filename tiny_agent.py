@@ -462,27 +462,25 @@ def connect(url: str) -> tuple:
         at = urlsplit(way if "://" in way else f"http://{way}") if way else goal
     if at.scheme not in ("http", "https") or not at.hostname:
         raise ValueError(f"{at.scheme}://{at.hostname or ''} is not an address for HTTP")
-    extra = {}
-    if at is not goal and at.username:
+    login, proxied, seconds = {}, at is not goal, PATIENCE["connect"]
+    if proxied and at.username:
         import base64
-        login = f"{unquote(at.username)}:{unquote(at.password or '')}".encode()
-        extra = {"Proxy-Authorization": "Basic " + base64.b64encode(login).decode()}
+        words = f"{unquote(at.username)}:{unquote(at.password or '')}".encode()
+        login = {"Proxy-Authorization": "Basic " + base64.b64encode(words).decode()}
+    target, more = f"{goal.path or '/'}{'?' + goal.query if goal.query else ''}", {}
     if goal.scheme == "https":
-        port = at.port or (443 if at is goal else 80)
-        connection = http.client.HTTPSConnection(at.hostname, port, timeout=PATIENCE["connect"],
+        port = at.port or (80 if proxied else 443)
+        connection = http.client.HTTPSConnection(at.hostname, port, timeout=seconds,
                                                  context=tls_context())
+        if proxied:
+            connection.set_tunnel(goal.hostname, goal.port or 443, login)
     else:
-        connection = http.client.HTTPConnection(at.hostname, at.port, timeout=PATIENCE["connect"])
-    target = f"{goal.path or '/'}{'?' + goal.query if goal.query else ''}"
-    if at is not goal and goal.scheme == "https":
-        connection.set_tunnel(goal.hostname, goal.port or 443, extra)
-        extra = {}
-    elif at is not goal:
-        target = url
-        extra["Host"] = goal.netloc
+        connection = http.client.HTTPConnection(at.hostname, at.port, timeout=seconds)
+        if proxied:
+            target, more = url, {**login, "Host": goal.netloc}
     connection.connect()
     connection.sock.settimeout(None)        # from here on the one who waits keeps the time
-    return connection, target, extra
+    return connection, target, more
 
 
 def is_loopback(host: str | None) -> bool:
