@@ -659,9 +659,7 @@ FAULTS = (
     ("503",     r"loading",                              "server", 5, 15, ""),
     ("408",     r"",                                     "network", 5, None, ""),
     ("5..|498", r"",                                     "server", 5, None, ""),
-    ("404",     r"support tool",                         "invalid_request", 1, None,
-     "choose a model that can use tools with -m"),
-    ("400",     r"does not support tools",               "invalid_request", 1, None,
+    ("400|404", r"support tools?\b",                     "invalid_request", 1, None,
      "choose a model that can use tools with -m"),
     ("404",     r"data policy",                          "invalid_request", 1, None,
      "the account's privacy settings exclude every host of this model"),
@@ -992,8 +990,8 @@ class Reply:
         if lost and not self.thinking:               # the opening tag was in the prompt
             self.thinking, self.content, self.sent = lost[1].strip(), lost[2], 0
         if self.finish in BROKEN_FINISH:
-            raise ProviderError(*BROKEN_FINISH[self.finish][:3],
-                                attempts=BROKEN_FINISH[self.finish][3])
+            kind, message, attempts = BROKEN_FINISH[self.finish]
+            raise ProviderError(kind, message, attempts=attempts)
         if self.names and not self.calls and FINISH.get(self.finish) != "length":
             self.content, written = calls_in_text(self.content, self.names)
             for number, (name, arguments) in enumerate(written):
@@ -1025,15 +1023,15 @@ class Reply:
 
 
 FINISH = {"length": "length", "model_length": "length", "max_tokens": "length"}
-BROKEN_FINISH = {       # kind, message, hint, attempts
-    "content_filter": ("invalid_request", "the provider's filter stopped the answer", "", 1),
-    "refusal": ("invalid_request", "the model refused to answer (refusal)", "", 1),
-    "sensitive": ("invalid_request", "the provider's filter stopped the answer", "", 1),
-    "error": ("server", "the provider broke the answer off", "", 5),
-    "abort": ("server", "the provider broke the answer off", "", 5),
-    "network_error": ("network", "the provider lost its connection", "", 5),
-    "insufficient_system_resource": ("server", "the provider ran out of resources", "", 5),
-    "model_context_window_exceeded": ("overflow", "the context window is exceeded", "", 1),
+BROKEN_FINISH = {       # kind, message, attempts
+    "content_filter": ("invalid_request", "the provider's filter stopped the answer", 1),
+    "refusal": ("invalid_request", "the model refused to answer (refusal)", 1),
+    "sensitive": ("invalid_request", "the provider's filter stopped the answer", 1),
+    "error": ("server", "the provider broke the answer off", 5),
+    "abort": ("server", "the provider broke the answer off", 5),
+    "network_error": ("network", "the provider lost its connection", 5),
+    "insufficient_system_resource": ("server", "the provider ran out of resources", 5),
+    "model_context_window_exceeded": ("overflow", "the context window is exceeded", 1),
 }
 
 
@@ -1860,7 +1858,7 @@ class Workspace:
         if not path.strip() or "\0" in path:
             raise ToolError(f"{path!r} is not a path")
         real = Path(os.path.realpath(self.root / path))
-        if real == self.root or self.root in real.parents:
+        if real.is_relative_to(self.root):
             return real
         if reading and self.outputs and Path(os.path.realpath(self.outputs)) in real.parents:
             return real
@@ -1869,7 +1867,7 @@ class Workspace:
 
     def name(self, real: Path) -> str:
         """A resolved path as it is shown and as rules see it: relative to the workspace."""
-        inside = real == self.root or self.root in real.parents
+        inside = real.is_relative_to(self.root)
         return real.relative_to(self.root).as_posix() if inside else real.as_posix()
 
     def target(self, path: str) -> str:
