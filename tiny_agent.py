@@ -1054,6 +1054,196 @@ def usage_of(counts: dict) -> Usage | None:
                  cost if isinstance(cost, (int, float)) else None)
 
 
+THINKING_FIELDS = ("reasoning_content", "reasoning", "reasoning_text")
+
+
+def to_openai(system: str, messages: list[Message], tools: list[dict],
+              provider: "Provider") -> dict:
+    """The body of a chat completions request."""
+    habits = provider.habits
+    longest = 0 if habits.get("short_ids") else 40           # OpenAI takes 40 characters
+
+    def the_id(text: str) -> str:
+        return short_id(text) if len(text) > longest else text
+    sent: list[dict] = [{"role": "system", "content": system}]
+    for message in messages:
+        if isinstance(message, UserMessage):
+            if sent[-1]["role"] == "tool" and habits.get("answers_tools"):
+                sent.append({"role": "assistant", "content": "(stopped)"})
+            sent.append({"role": "user", "content": message.content})
+        elif isinstance(message, ToolResultMessage):
+            sent.append({"role": "tool", "tool_call_id": the_id(message.tool_call_id),
+                         "content": message.content or "(no output)"})
+        else:
+            sent.append(_assistant_to_openai(message, provider, the_id))
+    body = {"model": provider.model, "messages": sent, "stream": True,
+            "stream_options": {"include_usage": True}, **habits.get("extra", {})}
+    if tools:
+        body["tools"] = [{"type": "function", "function": schema} for schema in tools]
+    for old, new in habits.get("rename", {}).items():
+        if old in body:
+            body[new] = body[old]
+    calls = (call for message in sent for call in message.get("tool_calls", ()))
+    for part in (body, *sent, *calls):
+        for name in habits.get("drop", ()):
+            part.pop(name, None)
+    return body
+
+
+def _assistant_to_openai(message: AssistantMessage, provider: "Provider", the_id: Callable) -> dict:
+    own = own_data(message, provider)
+    sent: dict = {"role": "assistant", "content": message.content or None}
+    if own.get("thinking_field"):
+        sent[own["thinking_field"]] = message.thinking
+    elif message.tool_calls and provider.habits.get("needs_reasoning"):
+        sent["reasoning_content"] = ""
+    if own.get("reasoning_details"):
+        sent["reasoning_details"] = own["reasoning_details"]
+    extra = own.get("extra_content", {})
+    calls = [{"id": the_id(call.id), "type": "function",
+              "function": {"name": wire_name(call.name),
+                           "arguments": json.dumps(call.arguments or {})},
+              **({"extra_content": extra[call.id]} if call.id in extra else {})}
+             for call in message.tool_calls]
+    return {**sent, "tool_calls": calls} if calls else sent
+
+
+def wire_name(name: str) -> str:
+    """A tool's name in the characters that every host takes; a model may have made it up."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name)[:64]
+
+
+def own_data(message: AssistantMessage, provider: "Provider") -> dict:
+    """What a message holds for this provider and model; nothing of what is another's."""
+    if (message.provider, message.model) != (provider.name, provider.model):
+        return {}
+    return message.provider_data.get(provider.name, {})
+
+
+def from_openai(chunk: dict, reply: Reply) -> Iterator[Event]:
+    """Feeds one chunk (or one whole completion) to the reply. Only the first choice counts."""
+    for choice in chunk.get("choices") or ():
+        if choice.get("index"):
+            continue
+        delta = choice.get("delta") or choice.get("message") or {}
+        reply.add_usage(choice.get("usage"))
+        name, thought = next(((k, delta[k]) for k in THINKING_FIELDS if delta.get(k)), ("", ""))
+        if isinstance(thought, dict):
+            thought = thought.get("text") or ""
+        elif thought:
+            reply.data["thinking_field"] = name
+        yield from reply.add_thinking(thought)
+        for detail in delta.get("reasoning_details") or ():
+            add_detail(reply.data.setdefault("reasoning_details", []), detail)
+        content = delta.get("content") or ()
+        for part in [content] if isinstance(content, str) else content:
+            if isinstance(part, str):
+                yield from reply.add_text(part)
+            elif part.get("type") == "thinking":
+                for piece in part.get("thinking") or ():
+                    yield from reply.add_thinking(piece if isinstance(piece, str)
+                                                  else piece.get("text") or "")
+            else:
+                yield from reply.add_text(part.get("text") or "")
+        if delta.get("refusal"):
+            yield from reply.add_text(delta["refusal"])
+        for number, call in enumerate(delta.get("tool_calls") or ()):
+            function = call.get("function") or {}
+            index = call.get("index") if "delta" in choice else number
+            yield from reply.add_call(index, str(call.get("id") or ""),
+                                      function.get("name") or "", function.get("arguments") or "",
+                                      call.get("extra_content"))
+        old = delta.get("function_call") or {}
+        if old.get("name") or old.get("arguments"):
+            yield from reply.add_call(0, "", old.get("name") or "", old.get("arguments") or "")
+        if choice.get("finish_reason"):
+            reply.finish, reply.ended = str(choice["finish_reason"]).lower(), True
+
+
+def add_detail(details: list[dict], piece: dict) -> None:
+    """Joins pieces of one reasoning detail: texts are put together, other fields replaced."""
+    last = details[-1] if details else {}
+    same = piece.get("index") is not None and last.get("index") == piece["index"]
+    if not same or last.get("type") != piece.get("type"):
+        details.append(dict(piece))
+        return
+    for name, value in piece.items():
+        joined = name in ("text", "summary", "data") and isinstance(last.get(name), str)
+        last[name] = last[name] + (value or "") if joined else value
+
+
+def to_anthropic(system: str, messages: list[Message], tools: list[dict],
+                 provider: "Provider") -> dict:
+    """The body of a messages request. Marks for the cache: after tools and system, at the end."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    sent: list[dict] = []
+    for message in messages:
+        if isinstance(message, AssistantMessage):
+            role, blocks = "assistant", list(own_data(message, provider).get("thinking", ()))
+            if message.content.strip():
+                blocks.append({"type": "text", "text": message.content})
+            blocks += [{"type": "tool_use", "id": re.sub(r"[^\w-]", "_", call.id),
+                        "name": wire_name(call.name), "input": call.arguments or {}}
+                       for call in message.tool_calls]
+        elif isinstance(message, ToolResultMessage):
+            role, blocks = "user", [{
+                "type": "tool_result", "tool_use_id": re.sub(r"[^\w-]", "_", message.tool_call_id),
+                "content": message.content or "(no output)", "is_error": message.is_error}]
+        else:
+            role, blocks = "user", [{"type": "text", "text": message.content}]
+        if sent and sent[-1]["role"] == role:
+            sent[-1]["content"] += blocks
+        else:
+            sent.append({"role": role, "content": blocks})
+    if sent and sent[-1]["content"]:
+        sent[-1]["content"][-1] = {**sent[-1]["content"][-1], **mark}
+    body = {"model": provider.model, "max_tokens": 8192, "stream": True, "messages": sent,
+            "system": [{"type": "text", "text": system, **mark}],
+            **provider.habits.get("extra", {})}
+    if tools:
+        body["tools"] = [{"name": schema["name"], "description": schema["description"],
+                          "input_schema": schema["parameters"]} for schema in tools]
+    for name in provider.habits.get("drop", ()):
+        body.pop(name, None)
+    return body
+
+
+def from_anthropic(data: dict, reply: Reply) -> Iterator[Event]:
+    """Feeds one event (or one whole message) to the reply. It is whole only at message_stop."""
+    index, thoughts = data.get("index", 0), reply.data.get("thinking", [])
+    part = data.get("content_block") or data.get("delta") or {}
+    match data.get("type"), part.get("type"):
+        case "message_start", _:
+            reply.add_usage(data["message"].get("usage"))
+        case "message", _:
+            for number, block in enumerate(data.get("content") or ()):
+                yield from from_anthropic({"type": "content_block_start", "index": number,
+                                           "content_block": block}, reply)
+            reply.finish = data.get("stop_reason") or ""
+        case "content_block_start", "tool_use":
+            yield from reply.add_call(index, part["id"], part["name"], part.get("input") or "")
+        case "content_block_start", "text":
+            yield from reply.add_text(part.get("text") or "")
+        case "content_block_start", "thinking" | "redacted_thinking":
+            reply.data["thinking"] = [*thoughts, dict(part)]
+            yield from reply.add_thinking(part.get("thinking") or "")
+        case "content_block_delta", "text_delta":
+            yield from reply.add_text(part["text"])
+        case "content_block_delta", "input_json_delta":
+            yield from reply.add_call(index, arguments=part["partial_json"])
+        case "content_block_delta", "thinking_delta":
+            thoughts[-1]["thinking"] += part["thinking"]
+            yield from reply.add_thinking(part["thinking"])
+        case "content_block_delta", "signature_delta":
+            thoughts[-1]["signature"] = part["signature"]
+        case "content_block_start" | "content_block_delta", None:
+            raise KeyError("type")
+        case "message_delta", _:
+            reply.finish = data["delta"].get("stop_reason") or reply.finish
+        case "message_stop", _:
+            reply.ended = True
+
+
 class Provider:
     """A host of chat completions: `Provider("groq", base_url, model, "GROQ_API_KEY")`.
 
@@ -1064,6 +1254,7 @@ class Provider:
     habit to change changes it, for as long as the object lives.
     """
     path = "/chat/completions"
+    to_wire, from_wire = staticmethod(to_openai), staticmethod(from_openai)
     needed = {"model", "messages", "stream", "tools", "role", "content", "tool_calls",
               "tool_call_id"}
 
@@ -1090,18 +1281,12 @@ class Provider:
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.key()}"} if self.key() else {}
 
-    def to_wire(self, system: str, messages: list[Message], tools: list[dict]) -> dict:
-        return to_openai(system, messages, tools, self)
-
-    def from_wire(self, data: dict, reply: Reply) -> Iterator[Event]:
-        return from_openai(data, reply)
-
     def stream(self, system: str, messages: list[Message], tools: list[dict],
                abort: Abort | None = None) -> Iterator[Event | Done | Failed]:
         """Sends one request and yields what comes: deltas, then one Done or one Failed."""
         reply = Reply(self, tools, messages)
         try:
-            body = self.to_wire(system, messages, tools)
+            body = self.to_wire(system, messages, tools, self)
             yield from self.converse(body, reply, abort or Abort())
             yield from reply.end()
             yield Done(reply.message())
@@ -1111,7 +1296,7 @@ class Provider:
             self.window = error.window or self.window
             if error.attempts == 1 and error.kind == "invalid_request" \
                     and self.learn(error.details, body) \
-                    and self.to_wire(system, messages, tools) != body:
+                    and self.to_wire(system, messages, tools, self) != body:
                 error.attempts, error.delay = 5, 0
             ended = "aborted" if error.kind == "aborted" else "error"
             yield from reply.end_calls()
@@ -1216,208 +1401,14 @@ def window_in(body: dict | list, model: str) -> int | None:
     return min((size for size in sizes if isinstance(size, int)), default=None)
 
 
-THINKING_FIELDS = ("reasoning_content", "reasoning", "reasoning_text")
-
-
-def to_openai(system: str, messages: list[Message], tools: list[dict], provider: Provider) -> dict:
-    """The body of a chat completions request."""
-    habits = provider.habits
-    longest = 0 if habits.get("short_ids") else 40           # OpenAI takes 40 characters
-
-    def the_id(text: str) -> str:
-        return short_id(text) if len(text) > longest else text
-    sent: list[dict] = [{"role": "system", "content": system}]
-    for message in messages:
-        if isinstance(message, UserMessage):
-            if sent[-1]["role"] == "tool" and habits.get("answers_tools"):
-                sent.append({"role": "assistant", "content": "(stopped)"})
-            sent.append({"role": "user", "content": message.content})
-        elif isinstance(message, ToolResultMessage):
-            sent.append({"role": "tool", "tool_call_id": the_id(message.tool_call_id),
-                         "content": message.content or "(no output)"})
-        else:
-            sent.append(_assistant_to_openai(message, provider, the_id))
-    body = {"model": provider.model, "messages": sent, "stream": True,
-            "stream_options": {"include_usage": True}, **habits.get("extra", {})}
-    if tools:
-        body["tools"] = [{"type": "function", "function": schema} for schema in tools]
-    for old, new in habits.get("rename", {}).items():
-        if old in body:
-            body[new] = body[old]
-    calls = (call for message in sent for call in message.get("tool_calls", ()))
-    for part in (body, *sent, *calls):
-        for name in habits.get("drop", ()):
-            part.pop(name, None)
-    return body
-
-
-def _assistant_to_openai(message: AssistantMessage, provider: Provider, the_id: Callable) -> dict:
-    own = own_data(message, provider)
-    sent: dict = {"role": "assistant", "content": message.content or None}
-    if own.get("thinking_field"):
-        sent[own["thinking_field"]] = message.thinking
-    elif message.tool_calls and provider.habits.get("needs_reasoning"):
-        sent["reasoning_content"] = ""
-    if own.get("reasoning_details"):
-        sent["reasoning_details"] = own["reasoning_details"]
-    extra = own.get("extra_content", {})
-    calls = [{"id": the_id(call.id), "type": "function",
-              "function": {"name": wire_name(call.name),
-                           "arguments": json.dumps(call.arguments or {})},
-              **({"extra_content": extra[call.id]} if call.id in extra else {})}
-             for call in message.tool_calls]
-    return {**sent, "tool_calls": calls} if calls else sent
-
-
-def wire_name(name: str) -> str:
-    """A tool's name in the characters that every host takes; a model may have made it up."""
-    return re.sub(r"[^A-Za-z0-9_-]", "_", name)[:64]
-
-
-def own_data(message: AssistantMessage, provider: Provider) -> dict:
-    """What a message holds for this provider and model; nothing of what is another's."""
-    if (message.provider, message.model) != (provider.name, provider.model):
-        return {}
-    return message.provider_data.get(provider.name, {})
-
-
-def from_openai(chunk: dict, reply: Reply) -> Iterator[Event]:
-    """Feeds one chunk (or one whole completion) to the reply. Only the first choice counts."""
-    for choice in chunk.get("choices") or ():
-        if choice.get("index"):
-            continue
-        delta = choice.get("delta") or choice.get("message") or {}
-        reply.add_usage(choice.get("usage"))
-        name, thought = next(((k, delta[k]) for k in THINKING_FIELDS if delta.get(k)), ("", ""))
-        if isinstance(thought, dict):
-            thought = thought.get("text") or ""
-        elif thought:
-            reply.data["thinking_field"] = name
-        yield from reply.add_thinking(thought)
-        for detail in delta.get("reasoning_details") or ():
-            add_detail(reply.data.setdefault("reasoning_details", []), detail)
-        content = delta.get("content") or ()
-        for part in [content] if isinstance(content, str) else content:
-            if isinstance(part, str):
-                yield from reply.add_text(part)
-            elif part.get("type") == "thinking":
-                for piece in part.get("thinking") or ():
-                    yield from reply.add_thinking(piece if isinstance(piece, str)
-                                                  else piece.get("text") or "")
-            else:
-                yield from reply.add_text(part.get("text") or "")
-        if delta.get("refusal"):
-            yield from reply.add_text(delta["refusal"])
-        for number, call in enumerate(delta.get("tool_calls") or ()):
-            function = call.get("function") or {}
-            index = call.get("index") if "delta" in choice else number
-            yield from reply.add_call(index, str(call.get("id") or ""),
-                                      function.get("name") or "", function.get("arguments") or "",
-                                      call.get("extra_content"))
-        old = delta.get("function_call") or {}
-        if old.get("name") or old.get("arguments"):
-            yield from reply.add_call(0, "", old.get("name") or "", old.get("arguments") or "")
-        if choice.get("finish_reason"):
-            reply.finish, reply.ended = str(choice["finish_reason"]).lower(), True
-
-
-def add_detail(details: list[dict], piece: dict) -> None:
-    """Joins pieces of one reasoning detail: texts are put together, other fields replaced."""
-    last = details[-1] if details else {}
-    same = piece.get("index") is not None and last.get("index") == piece["index"]
-    if not same or last.get("type") != piece.get("type"):
-        details.append(dict(piece))
-        return
-    for name, value in piece.items():
-        joined = name in ("text", "summary", "data") and isinstance(last.get(name), str)
-        last[name] = last[name] + (value or "") if joined else value
-
-
 class Anthropic(Provider):
     """A host of Anthropic messages."""
     path = "/messages"
+    to_wire, from_wire = staticmethod(to_anthropic), staticmethod(from_anthropic)
     needed = Provider.needed | {"system", "max_tokens"}
 
     def headers(self) -> dict[str, str]:
         return {"x-api-key": self.key(), "anthropic-version": "2023-06-01"}
-
-    def to_wire(self, system: str, messages: list[Message], tools: list[dict]) -> dict:
-        return to_anthropic(system, messages, tools, self)
-
-    def from_wire(self, data: dict, reply: Reply) -> Iterator[Event]:
-        return from_anthropic(data, reply)
-
-
-def to_anthropic(system: str, messages: list[Message], tools: list[dict],
-                 provider: Provider) -> dict:
-    """The body of a messages request. Marks for the cache: after tools and system, at the end."""
-    mark = {"cache_control": {"type": "ephemeral"}}
-    sent: list[dict] = []
-    for message in messages:
-        if isinstance(message, AssistantMessage):
-            role, blocks = "assistant", list(own_data(message, provider).get("thinking", ()))
-            if message.content.strip():
-                blocks.append({"type": "text", "text": message.content})
-            blocks += [{"type": "tool_use", "id": re.sub(r"[^\w-]", "_", call.id),
-                        "name": wire_name(call.name), "input": call.arguments or {}}
-                       for call in message.tool_calls]
-        elif isinstance(message, ToolResultMessage):
-            role, blocks = "user", [{
-                "type": "tool_result", "tool_use_id": re.sub(r"[^\w-]", "_", message.tool_call_id),
-                "content": message.content or "(no output)", "is_error": message.is_error}]
-        else:
-            role, blocks = "user", [{"type": "text", "text": message.content}]
-        if sent and sent[-1]["role"] == role:
-            sent[-1]["content"] += blocks
-        else:
-            sent.append({"role": role, "content": blocks})
-    if sent and sent[-1]["content"]:
-        sent[-1]["content"][-1] = {**sent[-1]["content"][-1], **mark}
-    body = {"model": provider.model, "max_tokens": 8192, "stream": True, "messages": sent,
-            "system": [{"type": "text", "text": system, **mark}],
-            **provider.habits.get("extra", {})}
-    if tools:
-        body["tools"] = [{"name": schema["name"], "description": schema["description"],
-                          "input_schema": schema["parameters"]} for schema in tools]
-    for name in provider.habits.get("drop", ()):
-        body.pop(name, None)
-    return body
-
-
-def from_anthropic(data: dict, reply: Reply) -> Iterator[Event]:
-    """Feeds one event (or one whole message) to the reply. It is whole only at message_stop."""
-    index, thoughts = data.get("index", 0), reply.data.get("thinking", [])
-    part = data.get("content_block") or data.get("delta") or {}
-    match data.get("type"), part.get("type"):
-        case "message_start", _:
-            reply.add_usage(data["message"].get("usage"))
-        case "message", _:
-            for number, block in enumerate(data.get("content") or ()):
-                yield from from_anthropic({"type": "content_block_start", "index": number,
-                                           "content_block": block}, reply)
-            reply.finish = data.get("stop_reason") or ""
-        case "content_block_start", "tool_use":
-            yield from reply.add_call(index, part["id"], part["name"], part.get("input") or "")
-        case "content_block_start", "text":
-            yield from reply.add_text(part.get("text") or "")
-        case "content_block_start", "thinking" | "redacted_thinking":
-            reply.data["thinking"] = [*thoughts, dict(part)]
-            yield from reply.add_thinking(part.get("thinking") or "")
-        case "content_block_delta", "text_delta":
-            yield from reply.add_text(part["text"])
-        case "content_block_delta", "input_json_delta":
-            yield from reply.add_call(index, arguments=part["partial_json"])
-        case "content_block_delta", "thinking_delta":
-            thoughts[-1]["thinking"] += part["thinking"]
-            yield from reply.add_thinking(part["thinking"])
-        case "content_block_delta", "signature_delta":
-            thoughts[-1]["signature"] = part["signature"]
-        case "content_block_start" | "content_block_delta", None:
-            raise KeyError("type")
-        case "message_delta", _:
-            reply.finish = data["delta"].get("stop_reason") or reply.finish
-        case "message_stop", _:
-            reply.ended = True
 
 
 # ── A provider without a network
