@@ -64,7 +64,7 @@ import threading
 import time
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -1458,9 +1458,9 @@ class ScriptedProvider(Provider):
         return AssistantMessage(tool_calls=calls, stop_reason="tool_use")
 
 
-# The demo model: what it can do, as a list of (a pattern for the task, a function). The function
-# gets the match and the results so far, and gives the next call or the answer. It sees nothing
-# but the messages and tools of the request, like any model.
+# The demo model: what it can do, as a list of (a pattern for the task, a generator). It gets the
+# match, yields a call, gets what came of it, and returns the answer. Like any model it remembers
+# nothing: for each request it begins anew and is sent the results so far.
 
 FIBONACCI = '''"""Prints the first {n} Fibonacci numbers."""
 
@@ -1481,47 +1481,40 @@ For anything else choose a real model: set a key such as GROQ_API_KEY in the env
 .env, or start Ollama; or name one with -p."""
 
 
-def demo_fibonacci(task: re.Match, results: list[ToolResultMessage]) -> tuple | str:
+def demo_fibonacci(task: re.Match) -> Generator:
     path, count = task["path"], int(task["count"] or 10)
-    if not results:
-        return "write_file", {"path": path, "content": FIBONACCI.format(n=count)}
-    if len(results) == 1:
-        return "shell", {"command": f"python3 {path}"}
-    return f"I wrote {path} and ran it. It prints:\n\n{results[1].content.partition(chr(10))[2]}"
+    yield "write_file", {"path": path, "content": FIBONACCI.format(n=count)}
+    printed = yield "shell", {"command": f"python3 {path}"}
+    return f"I wrote {path} and ran it. It prints:\n\n{printed.partition(chr(10))[2]}"
 
 
-def demo_read(task: re.Match, results: list[ToolResultMessage]) -> tuple | str:
-    if not results:
-        return "read_file", {"path": task["path"]}
-    first = [line.partition("\t")[2] for line in results[0].content.splitlines()[:12]]
+def demo_read(task: re.Match) -> Generator:
+    text = yield "read_file", {"path": task["path"]}
+    first = [line.partition("\t")[2] for line in text.splitlines()[:12]]
     return f"{task['path']} begins like this:\n\n" + "\n".join(first).rstrip()
 
 
-def demo_count(task: re.Match, results: list[ToolResultMessage]) -> tuple | str:
-    if not results:
-        return "read_file", {"path": task["path"], "limit": 1}
-    lines = results[0].content.splitlines()
+def demo_count(task: re.Match) -> Generator:
+    text = yield "read_file", {"path": task["path"], "limit": 1}
+    lines = text.splitlines()
     total = re.search(r"lines 1-1 of (\d+)", lines[-1])
     return f"{task['path']} has {total[1] if total else len(lines)} lines."
 
 
-def demo_find(task: re.Match, results: list[ToolResultMessage]) -> tuple | str:
+def demo_find(task: re.Match) -> Generator:
     name = task["name"]
-    if not results:
-        return "grep", {"pattern": rf"\b(def|class|function|fn|func)\s+{name}\b|^\s*{name}\s*="}
-    hit = re.match(r"(.+?):(\d+):", results[0].content)
+    hits = yield "grep", {"pattern": rf"\b(def|class|function|fn|func)\s+{name}\b|^\s*{name}\s*="}
+    hit = re.match(r"(.+?):(\d+):", hits)
     if not hit:
         return f"I found no definition of {name}."
-    if len(results) == 1:
-        return "read_file", {"path": hit[1], "offset": int(hit[2]), "limit": 5}
-    lines = [line.partition("\t")[2] for line in results[1].content.splitlines()[:5]]
+    text = yield "read_file", {"path": hit[1], "offset": int(hit[2]), "limit": 5}
+    lines = [line.partition("\t")[2] for line in text.splitlines()[:5]]
     return f"{name} is defined in {hit[1]}, line {hit[2]}:\n\n" + "\n".join(lines).rstrip()
 
 
-def demo_run(task: re.Match, results: list[ToolResultMessage]) -> tuple | str:
-    if not results:
-        return "shell", {"command": task["command"]}
-    return f"I ran `{task['command']}`:\n\n{results[0].content}"
+def demo_run(task: re.Match) -> Generator:
+    printed = yield "shell", {"command": task["command"]}
+    return f"I ran `{task['command']}`:\n\n{printed}"
 
 
 DEMO = (
@@ -1544,9 +1537,13 @@ def demo_reply(messages: list[Message], tools: list[dict]) -> AssistantMessage |
         return f"That did not work. The tool {results[-1].tool_name} says:\n{results[-1].content}"
     for pattern, part in DEMO:
         if found := re.search(pattern, task, re.I):
-            step = part(found, results)
-            if isinstance(step, str):
-                return step
+            steps = part(found)
+            try:
+                step = next(steps)
+                for result in results:
+                    step = steps.send(result.content)
+            except StopIteration as end:
+                return end.value
             if step[0] not in [schema["name"] for schema in tools]:
                 return f"I need the tool {step[0]} for that, and it is not offered to me."
             return [step]
