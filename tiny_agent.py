@@ -635,38 +635,37 @@ WINDOW = re.compile(r"limit:? (\d+), requested|maximum (?:context|prompt) length
                     r"maximum number of tokens allowed \((\d+)\)|with (\d+) maximum context|"
                     r"limit of (\d+)|maximum of (\d+) tokens|at most (\d+) tokens", re.I)
 NO_CREDIT = "the account has no credit left; add some, or choose another provider with -p"
-NO_RIGHT = "check the key in {key_env}"
 NO_MODEL = "choose another one with -m; {base_url}/models lists what there is"
-FAULTS = (
-    # status      what the text says                     kind         attempts, delay, hint
-    ("413|429", r"request too large",                    "overflow", 1, None, ""),
-    ("413",     r"",                                     "overflow", 1, None, ""),
-    ("400",     r"^\s*$",                                "overflow", 1, None, ""),   # Cerebras
-    ("400|404|422|5..", OVERFLOW,                        "overflow", 1, None, ""),
-    ("402",     r"",                                     "auth", 1, None, NO_CREDIT),
-    ("429",     r"insufficient_quota|insufficient balance", "auth", 1, None, NO_CREDIT),
-    ("400",     r"credit balance",                       "auth", 1, None, NO_CREDIT),
-    ("403",     r"error code: 1010",                     "auth", 1, None,
+USUAL_ATTEMPTS = {"server": 5, "network": 5, "rate_limit": 5}          # of other kinds, one
+FAULTS = (   # status, what the text says, kind, hint; attempts and delay where they are not usual
+    ("413|429", r"request too large", "overflow", ""),
+    ("413", r"", "overflow", ""),
+    ("400", r"^\s*$", "overflow", ""),                                  # Cerebras
+    ("400|404|422|5..", OVERFLOW, "overflow", ""),
+    ("402", r"", "auth", NO_CREDIT),
+    ("429", r"insufficient_quota|insufficient balance", "auth", NO_CREDIT),
+    ("400", r"credit balance", "auth", NO_CREDIT),
+    ("403", r"error code: 1010", "auth",
      f"the site refuses this program by its User-Agent ({USER_AGENT}), not by the key"),
-    ("401|403", r"",                                     "auth", 1, None, NO_RIGHT),
-    ("429",     r"per.day|daily",                        "rate_limit", 1, None,
-     "the day's quota is used up; choose another model or provider"),
-    ("429",     r"",                                     "rate_limit", 5, None, ""),
-    ("400",     r"tool_use_failed",                      "invalid_request", 3, 0,
-     "the model writes calls that the server cannot read; another model may do better"),
-    ("400",     r"DEGRADED function",                    "server", 5, None, ""),
-    ("500|503", r"ResourceExhausted|total request limit", "rate_limit", 5, None, ""),
-    ("503",     r"loading",                              "server", 5, 15, ""),
-    ("408",     r"",                                     "network", 5, None, ""),
-    ("5..|498", r"",                                     "server", 5, None, ""),
-    ("400|404", r"support tools?\b",                     "invalid_request", 1, None,
+    ("401|403", r"", "auth", "check the key in {key_env}"),
+    ("429", r"per.day|daily", "rate_limit",
+     "the day's quota is used up; choose another model or provider", 1),
+    ("429", r"", "rate_limit", ""),
+    ("400", r"tool_use_failed", "invalid_request",
+     "the model writes calls that the server cannot read; another model may do better", 3, 0),
+    ("400", r"DEGRADED function", "server", ""),
+    ("500|503", r"ResourceExhausted|total request limit", "rate_limit", ""),
+    ("503", r"loading", "server", "", 5, 15),
+    ("408", r"", "network", ""),
+    ("5..|498", r"", "server", ""),
+    ("400|404", r"support tools?\b", "invalid_request",
      "choose a model that can use tools with -m"),
-    ("404",     r"data policy",                          "invalid_request", 1, None,
+    ("404", r"data policy", "invalid_request",
      "the account's privacy settings exclude every host of this model"),
-    ("404",     r"model|function",                       "invalid_request", 1, None, NO_MODEL),
-    ("404",     r"",                                     "invalid_request", 1, None,
+    ("404", r"model|function", "invalid_request", NO_MODEL),
+    ("404", r"", "invalid_request",
      "check the base URL {base_url}; it must end before /chat/completions or /messages"),
-    ("",        r"",                                     "invalid_request", 1, None, ""),
+    ("...", r"", "invalid_request", ""),
 )
 STATUS_OF_NAME = {   # for errors inside an answer with status 200, where no number is given
     "insufficient_quota": 402, "billing": 402, "rate_limit": 429, "resource_exhausted": 429,
@@ -717,9 +716,9 @@ def refusal(status: int, body: str | dict, headers=None, **names: str) -> Provid
         return ProviderError("invalid_request", f"the server redirects (status {status})",
                              f"it points to {headers.get('Location') or 'nowhere'}; a redirect is "
                              "not followed: use its address as base URL if you trust it")
-    kind, attempts, delay, hint = next(
-        row[2:] for row in FAULTS if re.fullmatch(row[0] or "...", str(status))
-        and re.search(row[1], f"{codes} {message}", re.I))
+    kind, hint, *special = next(row[2:] for row in FAULTS if re.fullmatch(row[0], str(status))
+                                and re.search(row[1], f"{codes} {message}", re.I))
+    attempts, delay = [*special, USUAL_ATTEMPTS.get(kind, 1)][0], (special[1:] or [None])[0]
     asked = wait_asked_for(headers, body, message)
     delay = asked if asked is not None else delay
     wanted = headers.get("x-should-retry", "").lower()
