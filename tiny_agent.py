@@ -4259,6 +4259,8 @@ def print_why(settings: Settings) -> int:
 
 def run_program(settings: Settings, screen: Screen) -> int:
     """Puts the parts together and runs a task or a chat; returns the exit status."""
+    import shutil
+    import textwrap
     if settings.flags.why:
         return print_why(settings)
     task = settings.task()
@@ -4281,8 +4283,10 @@ def run_program(settings: Settings, screen: Screen) -> int:
     screen.say(describe(agent), DIM)
     if provider.name == "demo":
         keys = ", ".join(p.key_env for p in PROVIDERS.values() if p.key_env)
-        screen.say(f"  a scripted model answers ({why}). For a real one set one of {keys} in the "
-                   "environment or in .env, start Ollama, or use --base-url", DIM)
+        text = (f"a scripted model answers ({why}). For a real one set one of {keys} in the "
+                "environment or in .env, start Ollama, or use --base-url")
+        columns = min(shutil.get_terminal_size().columns, 100)
+        screen.say(textwrap.fill(text, columns, initial_indent="  ", subsequent_indent="  "), DIM)
     if not task:
         Chat(agent, screen, settings).run()
         return 0
