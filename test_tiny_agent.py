@@ -12,6 +12,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -1882,6 +1883,43 @@ def test_git_is_not_allowed_where_its_settings_run_programs(ws, setting):
     (ws / ".git/config").write_text(f"[core]\n\tbare = false\n{setting}\n")
     decision = ta.decide("shell", {"command": "git status"}, workspace=Workspace(ws))
     assert decision.decision == ("ask" if setting else "allow")
+
+
+@pytest.fixture
+def repository(ws):
+    """A repository with one commit and a changed file: a function that runs git in it."""
+    if not shutil.which("git"):
+        pytest.skip("needs git")
+
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.example", *words], cwd=ws,
+                       check=True, capture_output=True, env={**os.environ, "GIT_CONFIG_GLOBAL": os.devnull})
+    (ws / "f").write_text("1\n")
+    for words in (["init", "-q"], ["add", "f"], ["commit", "-qm", "one"]):
+        git(*words)
+    (ws / "f").write_text("2\n")
+    return git
+
+
+@posix
+def test_reading_git_commands_run_without_asking(ws, repository):
+    calls = [("shell", {"command": "git diff"}), ("shell", {"command": "git status --short"}),
+             ("shell", {"command": "git commit -am two"})]
+    _, agent = run_agent([calls, "ok"], ws, mode="ask")
+    diff, status, commit = results(agent)
+    assert "+2" in diff and " M f" in status and commit.startswith("denied: ")
+
+
+@posix
+@pytest.mark.parametrize("setting", ["diff.external", "core.fsmonitor", "diff.zz.textconv"])
+def test_no_setting_of_a_repository_makes_them_run_a_program(ws, repository, setting):
+    (ws / "x.sh").write_text("#!/bin/sh\ntouch pwned\n")
+    (ws / "x.sh").chmod(0o755)
+    (ws / ".gitattributes").write_text("f diff=zz\n")
+    repository("config", setting, "./x.sh")
+    calls = [("shell", {"command": "git diff"}), ("shell", {"command": "git status"})]
+    _, agent = run_agent([calls, "ok"], ws, mode="ask")
+    assert not (ws / "pwned").exists() and all(r.startswith("denied: ") for r in results(agent))
 
 
 def test_the_derivation_names_every_part():
