@@ -4285,7 +4285,7 @@ def run_program(settings: Settings, screen: Screen) -> int:
         keys = ", ".join(p.key_env for p in PROVIDERS.values() if p.key_env)
         text = (f"a scripted model answers ({why}). For a real one set one of {keys} in the "
                 "environment or in .env, start Ollama, or use --base-url")
-        columns = min(shutil.get_terminal_size().columns, 100)
+        columns = max(40, min(shutil.get_terminal_size().columns, 100))
         screen.say(textwrap.fill(text, columns, initial_indent="  ", subsequent_indent="  "), DIM)
     if not task:
         Chat(agent, screen, settings).run()
