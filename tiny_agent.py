@@ -3745,17 +3745,28 @@ def show_json(event: Event) -> None:
 # ── Asking the person
 
 @contextlib.contextmanager
-def interrupts(handler: Callable) -> Iterator[None]:
-    """Within, Ctrl-C calls this handler."""
+def handling(**handlers: Callable) -> Iterator[None]:
+    """Within, these signals, where the system has them, call these functions."""
     import signal
+    known = {getattr(signal, name): handler for name, handler in handlers.items()
+             if hasattr(signal, name)}
     if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, handler)
+        known = {}
+    before = {number: signal.signal(number, handler) for number, handler in known.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Terminated(BaseException):
+    """The system, or a closing terminal, wants the program to end."""
+
+
+def terminate(number: int, frame: object) -> None:
+    """The handler of such a signal while nothing runs that must be ended first."""
+    raise Terminated(number)
 
 
 def can_ask() -> bool:
@@ -3804,7 +3815,7 @@ def read_answer(agent: Agent) -> str:
     import signal
     answer = ""
     try:
-        with interrupts(signal.default_int_handler):
+        with handling(SIGINT=signal.default_int_handler, SIGTERM=terminate, SIGHUP=terminate):
             with contextlib.suppress(ImportError, OSError):
                 import termios               # what was typed before the question does not count
                 termios.tcflush(sys.stdin, termios.TCIFLUSH)
@@ -3819,24 +3830,22 @@ def read_answer(agent: Agent) -> str:
     return answer
 
 
-class Terminated(BaseException):
-    """The system, or a closing terminal, wants the program to end."""
-
-
-def terminate(number: int, frame: object) -> None:
-    """The handler of such a signal: everything that was started is ended on the way out."""
-    raise Terminated(number)
-
-
 def watch(agent: Agent, task: str, screen: Screen, show: Callable[[Event], None]) -> RunSettled:
     """Runs a task and shows its events. Ctrl-C stops the run in order, a second one at once."""
-    def on_interrupt(number: int, frame: object) -> None:
-        if agent.abort.done:
+    import signal
+    received: list[int] = []
+
+    def on_signal(number: int, frame: object) -> None:
+        if agent.abort.done and number == signal.SIGINT:
             raise KeyboardInterrupt
+        received.append(number)
         agent.stop()
-    with interrupts(on_interrupt), contextlib.closing(agent.run(task)) as events:
+    with handling(SIGINT=on_signal, SIGTERM=on_signal, SIGHUP=on_signal), \
+            contextlib.closing(agent.run(task)) as events:
         for event in events:
             show(event)
+    if ends := [number for number in received if number != signal.SIGINT]:
+        raise Terminated(ends[0])
     if show == screen.show and not screen.live and event.reason in ("stop", "length"):
         print(mask(event.answer), flush=True)
     return event
@@ -4211,18 +4220,15 @@ class Settings:
 
 def main(words: list[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
-    import signal
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:       # closed by who called us
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))
         with contextlib.suppress(AttributeError):
             getattr(sys, name).reconfigure(encoding="utf-8", errors="replace")
-    for name in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), terminate)
     screen = Screen(sys.stdout, sys.stderr)
     try:
-        return run_program(Settings(sys.argv[1:] if words is None else words), screen)
+        with handling(SIGTERM=terminate, SIGHUP=terminate):
+            return run_program(Settings(sys.argv[1:] if words is None else words), screen)
     except AgentError as error:
         screen.say(f"tiny_agent: {error.message}", RED)
         if error.hint:
