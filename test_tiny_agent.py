@@ -1167,6 +1167,13 @@ def test_annotations_that_are_text_and_no_docstring_are_fine():
     assert ta.check_arguments(late, {"text": "x"}) == {"text": "x", "maybe": None}
 
 
+def test_items_may_be_optional_and_literals_are_of_one_kind():
+    assert ta.fit([1, None, "2"], list[typing.Optional[int]]) == [1, None, 2]
+    for kind in (typing.Literal[None, "a"], typing.Literal[1, "a"]):
+        with pytest.raises(TypeError):
+            ta.type_schema(kind)
+
+
 def test_a_literal_is_taken_as_its_own_kind():
     assert ta.fit("2", typing.Literal[1, 2]) == 2 and type(ta.fit(2, typing.Literal[1, 2])) is int
     for value in (2.0, True, "3"):
@@ -1196,7 +1203,8 @@ def test_null_leaves_an_optional_argument_out(name):
     ({"text": "x", "count": float("inf")}, "whole"), ({"text": "x", "share": "nan"}, "a number"),
     ({"text": "x", "loud": "maybe"}, "true or false"), ({"text": "x", "names": "a"}, "a list"),
     ({"text": "x", "names": [1]}, "a text"), ({"text": "x", "kind": "c"}, "'a', 'b'"),
-    ({"text": "x", "share": "Infinity"}, "a number"), ({"text": "a\ud800"}, "whole characters"),
+    ({"text": "x", "share": "Infinity"}, "a number"),
+    ({"text": "x", "share": 10 ** 400}, "a number"), ({"text": "a\ud800"}, "whole characters"),
     ({"text": "x", "more": []}, "an object"), ({"words": "x"}, "'words'")])
 def test_other_arguments_are_answered_with_the_right_form(arguments, words):
     with pytest.raises(ToolError) as error:
@@ -1357,13 +1365,34 @@ DIFFS = {     # before, after, lines of the diff that must be there, its most li
     "one line": ("a\nb\nc\nd\ne\n", "a\nb\nX\nd\ne\n", ["@@ -1,5 +1,5 @@", "-c", "+X"], 9),
     "at the end of a long file": ("x\n" * 9000 + "y", "x\n" * 9000 + "z",
                                   ["@@ -8999,3 +8999,3 @@", "-y", "+z"], 9),
-    "too different": ("a\n" * 9000, "b\n" * 9000, ["f: changes an existing file, 9,000 lines before, "
-                                                 "9,000 after: too long for a diff"], 1)}
+    "in the middle of a long file": ("x\n" * 9000 + "y\n" + "z\n" * 9000,
+                                     "x\n" * 9000 + "w\n" + "z\n" * 9000,
+                                     ["@@ -8999,5 +8999,5 @@", "-y", "+w"], 9),
+    "a line twice": ("a\nb\n", "a\na\nb\n", ["+a"], 6),
+    "only ends of lines": ("a\r\nb\r\n", "a\nb\n", ["f: changes this file, only the ends of lines"], 1),
+    "only the last newline": ("a\nb\n", "a\nb", ["f: changes this file, only the ends of lines"], 1),
+    "nothing": ("a\n", "a\n", ["f: changes this file, to what it is"], 1),
+    "too different": ("a\n" * 9000, "b\n" * 9000,
+                      ["f: changes this file, 9,000 lines by 9,000: too many for a diff"], 1)}
+
+
+def test_previews_say_what_will_fail(ws):
+    (ws / "b").write_bytes(b"a\0b")
+    (ws / "t").write_text("x\n")
+    workspace = Workspace(ws)
+    for name, arguments, words in (
+            ("write_file", {"path": "b", "content": "x"}, "binary"),
+            ("write_file", {"path": "../out", "content": "x"}, "outside"),
+            ("replace_in_file", {"path": "t", "old": "absent", "new": "x"}, "not in t")):
+        assert "it will fail" in workspace.preview(name, arguments)
+        assert words in workspace.preview(name, arguments)
+    assert workspace.preview("write_file", {"path": "n", "content": "a\n"}).splitlines() == [
+        "n: new file, 1 line", "@@ -0,0 +1 @@", "+a"]
 
 
 @pytest.mark.parametrize("before, after, lines, most", DIFFS.values(), ids=DIFFS)
 def test_diffs(ws, before, after, lines, most):
-    (ws / "f").write_text(before)
+    (ws / "f").write_bytes(before.encode())
     found = Workspace(ws).diff("f", after).split("\n")
     assert set(lines) <= set(found) and len(found) <= most
 
@@ -2100,7 +2129,7 @@ def test_what_is_no_session_is_refused_and_not_touched(tmp_path, data):
 
 
 HEADERS = {"a parent": {"parent_id": "zz"}, "itself as parent": {"parent_id": "h"},
-           "tools that are none": {"tools": 5}, "a prompt that is none": {"system": [1]},
+           "tools that are none": {"tools": 5}, "tools that are odd": {"tools": [1, {}]}, "a prompt that is none": {"system": [1]},
            "a folder that is none": {"cwd": 7}}
 
 
@@ -2805,6 +2834,7 @@ BAD = {      # words, environment, the status, words on stderr
     "no session of this id": (["-r", "zzz", "hi"], {}, 1, "zzz"),
     "no session yet": (["-c", "hi"], {}, 1, "no session"),
     "a session that is none": (["-r", "file", "hi"], {}, 1, "not a session file"),
+    "two sessions": (["-c", "-r", "x", "hi"], {}, 2, "two sessions"),
     "an id that is empty": (["-r", "", "hi"], {}, 1, "0 sessions"),
     "nobody's home": (["-w", "~no_such_user_x/y", "hi"], {}, 2, "not a folder"),
     "nobody's home for sessions": (["hi"], {"AGENT_HOME": "~no_such_user_x/y"}, 2, "not a folder"),
@@ -2983,6 +3013,30 @@ def test_a_session_with_a_server_of_its_own_asks_for_the_address(tmp_path, serve
     assert done.returncode == 2 and "--base-url" in done.stderr
     cli(tmp_path, "--base-url", server.url, "-c", "two")
     assert server.body()["model"] == "big"
+
+
+def test_a_named_provider_with_an_address_of_its_own_is_not_left_for_the_public_one(tmp_path, serve):
+    server = serve(says())
+    env = {"OPENAI_API_KEY": KEY}
+    assert cli(tmp_path, "-p", "openai", "--base-url", server.url, "one", env=env).returncode == 0
+    done = cli(tmp_path, "-c", "two", env=env)
+    assert done.returncode == 2 and "--base-url" in done.stderr and len(server.requests) == 1
+
+
+@posix
+def test_a_chat_keeps_the_address_and_the_folder_it_was_given(tmp_path, serve):
+    server = serve(says())
+    (tmp_path / "there").mkdir()
+    cli(tmp_path, "-w", "there", "sing")
+    [path] = (tmp_path / "home").rglob("sessions/*/*.jsonl")
+    terminal = Terminal(tmp_path, "--base-url", server.url, "-m", "m", "-r", path.stem)
+    for line, shown in (("/provider demo", r"\* demo"), ("/provider custom", r"\* custom"), ("/new", "A new"),
+                        ("hi", "fine"), ("/status", "session: ")):
+        terminal.send(line + "\n")
+        shown = terminal.read_until(shown + r"[\s\S]*\w+ ask> ")
+    terminal.send("exit\n")
+    assert terminal.exit_status() == 0
+    assert Path(re.search(r"session: (\S+)", shown)[1]).parent == path.parent
 
 
 def test_it_runs_where_there_is_nothing_but_python(tmp_path):

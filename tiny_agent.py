@@ -1270,6 +1270,11 @@ class Provider:
         other.model, other.base_url = model or self.model, (base_url or self.base_url).rstrip("/")
         return other
 
+    def has_own_address(self) -> bool:
+        """Is its address another than the one of this name in PROVIDERS?"""
+        listed = PROVIDERS.get(self.name)
+        return bool(self.base_url) and (listed is None or listed.base_url != self.base_url)
+
     def key(self) -> str:
         """The key, from the environment; "" if there is none."""
         key = os.environ.get(self.key_env or "", "").strip()
@@ -1353,10 +1358,11 @@ class Provider:
 
     def find_window(self, abort: Abort) -> int | None:
         """The context length in tokens, from where this host tells it; None if it does not."""
-        host = self.base_url.removesuffix("/v1")
+        url = self.base_url + "/models"
+        if "windows" in self.habits:
+            url = self.base_url.removesuffix("/v1") + self.habits["windows"]
         with contextlib.suppress(ProviderError, ValueError, AttributeError, TypeError):
-            with self.request("GET", host + self.habits.get("windows", "/v1/models"), None,
-                              abort) as answer:
+            with self.request("GET", url, None, abort) as answer:
                 if answer.status == 200:
                     self.window = window_in(json.loads(answer.text()), self.model) or self.window
         return self.window
@@ -1629,7 +1635,8 @@ def type_schema(kind: object) -> dict:
     """The JSON schema of an annotation."""
     kind, _ = without_none(kind)
     origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
-    if origin is typing.Literal:
+    if origin is typing.Literal and len({type(choice) for choice in arguments}) == 1 \
+            and type(arguments[0]) in JSON_TYPES:
         return {"type": JSON_TYPES[type(arguments[0])], "enum": list(arguments)}
     if origin not in JSON_TYPES:
         what = "without a type" if kind is inspect.Parameter.empty else f"of type {kind}"
@@ -1668,6 +1675,9 @@ def check_arguments(function: Callable, arguments: dict) -> dict:
 
 def fit(value: object, kind: object) -> object:
     """The value as this type, if it can only mean that; ValueError says what is wanted."""
+    kind, optional = without_none(kind)
+    if value is None and optional:
+        return None
     origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin is typing.Literal:
         for choice in arguments:
@@ -1678,8 +1688,9 @@ def fit(value: object, kind: object) -> object:
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value.strip().lower() if origin is bool else value)
     if origin in (int, float) and type(value) in (int, float) and abs(value) < float("inf"):
-        if origin is float or value == int(value):
-            return origin(value)
+        with contextlib.suppress(OverflowError):
+            if origin is float or value == int(value):
+                return origin(value)
     elif origin in (bool, list, dict) and type(value) is origin:
         inner = arguments[0] if origin is list and arguments else None
         return [fit(item, inner) for item in value] if inner else value
@@ -1815,6 +1826,11 @@ def left_out(characters: int, path: Path | None) -> str:
     """The line that says what a result does not show, and where it is."""
     where = f"is in {path}, for read_file and grep" if path else "could not be kept in a file"
     return f"[{characters:,} characters left out here; the whole of it {where}]"
+
+
+def equal_lines(one: list[str], other: list[str]) -> int:
+    """How many lines two lists have in common at their beginning."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
 
 
 class Workspace:
@@ -1973,25 +1989,32 @@ class Workspace:
         if name == "write_file":
             return self.diff(arguments["path"], arguments["content"])
         if name == "replace_in_file":
-            with contextlib.suppress(ToolError, OSError):
-                _, new = self.replaced(**arguments)
-                return self.diff(arguments["path"], new)
+            try:
+                return self.diff(arguments["path"], self.replaced(**arguments)[1])
+            except (ToolError, OSError) as error:
+                return f"{arguments['path']}: it will fail, {error}"
         return "\n".join(f"{key}: {value}" for key, value in arguments.items())
 
     def diff(self, path: str, new: str) -> str:
         """The change to a file as a unified diff, with a line that says what it is."""
         import difflib
+        old, head = "", f"{path}: new file, {count_of(len(new.splitlines()), 'line')}"
         try:
-            old = Text(self.read_bytes(self.resolve(path)), path).text.splitlines()
-            head = f"{path}: changes an existing file"
-        except (OSError, ToolError):
-            old, head = [], f"{path}: new file, {count_of(len(new.splitlines()), 'line')}"
-        now = new.splitlines()
-        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(old, now)))
-        start = max(0, same - 2)             # what is equal at the beginning need not be compared
-        if max(len(old), len(now)) - start > 5000:
-            return f"{head}, {len(old):,} lines before, {len(now):,} after: too long for a diff"
-        pieces = difflib.unified_diff(old[start:], now[start:], lineterm="", n=2)
+            if os.path.lexists(real := self.resolve(path)):
+                old, head = Text(self.read_bytes(real), path).text, f"{path}: changes this file"
+        except (OSError, ToolError) as error:
+            return f"{path}: it will fail, {error}"
+        before, after = (text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
+                         for text in (old, new))
+        # What is equal at the beginning and the end need not be compared, but for two lines.
+        start = max(0, equal_lines(before, after) - 2)
+        end = max(0, equal_lines(before[:start:-1], after[:start:-1]) - 2)
+        before, after = before[start:len(before) - end], after[start:len(after) - end]
+        if max(len(before), len(after)) > 5000:
+            return f"{head}, {len(before):,} lines by {len(after):,}: too many for a diff"
+        if before == after:
+            return f"{head}, {'only the ends of lines' if old != new else 'to what it is'}"
+        pieces = difflib.unified_diff(before, after, lineterm="", n=2)
         shift = functools.partial(re.sub, r"(?<=[-+])\d+", lambda n: str(int(n[0]) + start))
         return "\n".join([head, *(shift(piece) if piece.startswith("@@") else piece
                                   for piece in itertools.islice(pieces, 2, None))])
@@ -3341,9 +3364,13 @@ class Agent:
         self.totals = {"turns": 0, "tool_calls": 0, "tool_failures": 0, "retries": 0,
                        "compactions": 0, "input_tokens": 0, "output_tokens": 0,
                        "cached_tokens": 0, "cost": None, "seconds": 0.0}
+        tools = [tool_schema(function) for function in self.tools.values()]
         self.told = self.session.describe(
-            system=system_prompt(self.workspace, self.mode), mode=self.mode,
-            tools=[tool_schema(function) for function in self.tools.values()])
+            system=system_prompt(self.workspace, self.mode), mode=self.mode, tools=tools,
+            own_address=self.provider.has_own_address())
+        if not all(isinstance(told, dict) and told.keys() >= {"name", "description", "parameters"}
+                   for told in self.told["tools"]):
+            self.told = {**self.told, "tools": tools}        # a damaged header
         yield RunStart(self.session.file, self.provider.name, self.provider.model, self.mode,
                        str(self.workspace.root))
         yield from self.warnings(self.hooks.call("run_start", task)[1])
@@ -3440,15 +3467,15 @@ class Agent:
                     break
                 text += item.delta if isinstance(item, TextDelta) else ""
                 yield item
-        except GeneratorExit:           # who watched has gone: keep what there is
-            self.session.append(replace(message, content=text, stop_reason="aborted",
-                                        error_message="the run was closed"))
-            raise
         except Exception as problem:    # a provider may be anybody's code
             error = ProviderError("server", f"the provider failed: {type(problem).__name__}: "
                                   f"{problem}")
             message = replace(message, content=text, stop_reason="error",
                               error_message=error.message)
+        except BaseException:           # who watched has gone: keep what there is
+            self.session.append(replace(message, content=text, stop_reason="aborted",
+                                        error_message="the run was closed"))
+            raise
         finally:
             stream.close()
         self.count(message.usage)
@@ -3679,8 +3706,9 @@ class Screen:
         match event:
             case TextDelta(delta) if self.live:
                 self.stream(delta, PLAIN_STYLE, self.out)
-            case ThinkingDelta(delta) if self.colour:
-                self.stream(delta, DIM, self.err)
+            case ThinkingDelta(delta) if self.err.isatty():
+                begins = self.open_line != DIM and not self.colour
+                self.stream(f"thinking: {delta}" if begins else delta, DIM, self.err)
             case MessageEnd(AssistantMessage(content=text, tool_calls=calls)) if not self.live:
                 if text.strip() and calls:
                     self.say(text.strip(), DIM)
@@ -3895,6 +3923,7 @@ class Chat:
 
     def __init__(self, agent: Agent, screen: Screen, settings: "Settings"):
         self.agent, self.screen, self.settings = agent, screen, settings
+        self.first_provider = agent.provider     # with the address that it was given
         self.leaving = False
 
     def run(self) -> None:
@@ -3959,9 +3988,10 @@ def mode_(chat: Chat, rest: str) -> None:
 @slash
 def provider_(chat: Chat, rest: str) -> None:
     """/provider [NAME]: who answers"""
+    known = {**PROVIDERS, chat.first_provider.name: chat.first_provider}
     if rest:
-        chat.agent.provider = ready(PROVIDERS[one_of("provider", rest, PROVIDERS)].using())
-    for name, provider in PROVIDERS.items():
+        chat.agent.provider = ready(known[one_of("provider", rest, known)].using())
+    for name, provider in known.items():
         mark = "*" if name == chat.agent.provider.name else " "
         key = "needs no key" if not provider.key_env else \
             f"{provider.key_env} is {'set' if provider.key() else 'not set'}"
@@ -3991,7 +4021,10 @@ def why_(chat: Chat, rest: str) -> None:
 def status_(chat: Chat, rest: str) -> None:
     """/status: what is set, and where the session lies"""
     agent = chat.agent
-    for line in (describe(agent), f"session: {agent.session.file or 'not in a file (yet)'}",
+    window = agent.provider.window or (agent.provider.base_url and
+                                       agent.provider.find_window(Abort()))
+    for line in (describe(agent), f"context window: {window or 'not known'}",
+                 f"session: {agent.session.file or 'not in a file (yet)'}",
                  "last run: " + (", ".join(f"{name.replace('_', ' ')} {count}" for name, count
                                            in agent.totals.items() if count) or "none yet")):
         chat.screen.say(line)
@@ -4001,7 +4034,7 @@ def status_(chat: Chat, rest: str) -> None:
 def new_(chat: Chat, rest: str) -> None:
     """/new: a new session; the old one stays in its file"""
     chat.agent.session.close()
-    chat.agent.begin(chat.settings.new_session())
+    chat.agent.begin(chat.settings.new_session(chat.agent.workspace.root))
     chat.screen.say("A new session.")
 
 
@@ -4179,7 +4212,7 @@ class Settings:
         if name:
             return ready(PROVIDERS[one_of("provider", name, PROVIDERS)].using(model, base_url)), \
                 "it was named"
-        if last.provider == "custom":
+        if last.provider == "custom" or session.entries[0].data.get("own_address") is True:
             raise UsageError("the session used a server of its own, whose address is not recorded",
                              "give it with --base-url, or choose another provider with -p")
         if last.provider in PROVIDERS:
@@ -4194,14 +4227,16 @@ class Settings:
                              "is set and no Ollama runs", "set a key, or name a provider with -p")
         return PROVIDERS["demo"].using(), "no key is set and no Ollama runs"
 
-    def new_session(self) -> Session:
-        """A new session; one without a file if nothing is to be kept."""
-        return Session() if self.flags.no_session else Session.new(self.home, self.folder())
+    def new_session(self, folder: Path) -> Session:
+        """A new session of a folder; one without a file if nothing is to be kept."""
+        return Session() if self.flags.no_session else Session.new(self.home, folder)
 
     def session(self) -> Session:
         """The session to go on with, or a new one."""
+        if self.flags.resume is not None and self.flags.go_on:
+            raise UsageError("-c and -r name two sessions", "give one of them")
         if self.flags.resume is None and not self.flags.go_on:
-            return self.new_session()
+            return self.new_session(self.folder())
         session = Session.load(newest_session(self.home, self.folder()) if self.flags.go_on else
                                find_session(self.home, self.flags.resume))
         if self.flags.no_session:
