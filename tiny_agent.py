@@ -233,7 +233,8 @@ RunSettled = event("run_settled", reason=str, error=dict | None, answer=str, ses
 # around. Keys are replaced before anything is kept or shown; the rest when it is shown.
 
 SECRETS: set[str] = set()          # the values of the keys in use; filled where a key is read
-HIDDEN = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e"
+HIDDEN = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u180e\u2800\u3164"
+                    "\ufe00-\ufe0f\uffa0\u200b-\u200f\u2028-\u202e"
                     "\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]")
 
 
@@ -2011,7 +2012,8 @@ class Workspace:
         end = max(0, equal_lines(before[:start:-1], after[:start:-1]) - 2)
         before, after = before[start:len(before) - end], after[start:len(after) - end]
         if max(len(before), len(after)) > 5000:
-            return f"{head}, {len(before):,} lines by {len(after):,}: too many for a diff"
+            return "\n".join([f"{head}, {len(before):,} lines by {len(after):,}; the new ones:",
+                              *(f"+{line}" for line in after)])
         if before == after:
             return f"{head}, {'only the ends of lines' if old != new else 'to what it is'}"
         pieces = difflib.unified_diff(before, after, lineterm="", n=2)
@@ -2247,11 +2249,12 @@ class Workspace:
 
     def unreadable(self) -> Iterator[Path]:
         """The files of the workspace that may not be read, such as .env."""
-        for folder, folders, names in os.walk(self.root):
-            folders[:] = [name for name in folders if name not in SKIPPED]
-            for path in (Path(folder, name) for name in names):
-                if not self.may_read(self.name(path)):
-                    yield path
+        for folder, _, names in os.walk(self.root):
+            dependencies = SKIPPED.intersection(Path(folder).parts)      # many, little to hide
+            for name in names:
+                if (not dependencies or name.startswith(".env")) and \
+                        not self.may_read(self.name(Path(folder, name))):
+                    yield Path(folder, name)
 
     @tool
     def note(self, text: str) -> str:
@@ -2297,8 +2300,8 @@ def sandbox_words(root: Path, hidden: Iterable[Path], *, read_only: bool,
     """What stands in front of a command so that it runs in the sandbox."""
     home = Path(os.path.realpath(Path.home()))
     words = [bubblewrap(), *SANDBOX]
-    if home != Path("/"):
-        words += ["--tmpfs", str(home)]
+    for folder in {home, Path("/root"), Path("/home")} - {Path("/")}:      # those of others too
+        words += ["--tmpfs", str(folder)] if folder.is_dir() else []
     for folder in (home / name for name in TOOL_FOLDERS):
         words += ["--ro-bind", str(folder), str(folder)] if folder.exists() else []
     for git in (parent / ".git" for parent in root.parents):
@@ -2340,7 +2343,8 @@ def start_command(command: str, folder: Path, wrapper: list[str]):
     import subprocess
     environment = {name: value for name, value in os.environ.items()
                    if name.upper() in ENVIRONMENT or name.startswith("LC_")}
-    environment |= {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0"}
+    environment |= {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "GIT_TERMINAL_PROMPT": "0",
+                    "GIT_DISCOVERY_ACROSS_FILESYSTEM": "1"}      # a sandbox is made of mounts
     words = [*wrapper, shutil.which("bash") or "/bin/sh", "-c", command] \
         if os.name == "posix" else command
     return subprocess.Popen(words, shell=os.name != "posix", cwd=folder, env=environment,
@@ -2471,6 +2475,18 @@ class Word:
     hidden: bool = False
     pattern: bool = False
     quoted: bool = False
+    braces: bool = False
+
+    def expanded(self) -> list["Word"]:
+        """The words that its braces make of it, a{b,c} being ab ac; at the most 64."""
+        if not self.braces:
+            return [self]
+        texts = [self.text]
+        while len(texts) < 64 and (text := next((t for t in texts if BRACES.search(t)), None)):
+            found, place = BRACES.search(text), texts.index(text)
+            texts[place:place + 1] = [text[:found.start()] + choice + text[found.end():]
+                                      for choice in re.split(r",|\.\.", found[0][1:-1])]
+        return [replace(self, text=text) for text in texts]
 
 
 @dataclass
@@ -2478,6 +2494,7 @@ class Part:
     """A simple command of a line. `doubts` say why no allow rule counts for it."""
     words: list[Word] = field(default_factory=list)
     files: list[Word] = field(default_factory=list)          # what it is redirected from and to
+    document: str = ""                                       # its here-documents, put together
     doubts: list[str] = field(default_factory=list)
 
     def texts(self) -> list[str]:
@@ -2490,13 +2507,26 @@ class Part:
             del texts[1:3 if texts[1] in GIT_VALUES else 2]
         return texts + [text for file in self.files for text in (">", file.text)]
 
+    def reads_commands(self) -> bool:
+        """Is it a shell, or source, that takes its commands from its input?"""
+        texts = self.texts()
+        options = [word.text for word in self.words[1:]]
+        return texts[:1] in (["source"], ["."]) or bool(texts) and texts[0] in SHELLS and all(
+            text.startswith("-") for text in options)
+
     def __str__(self) -> str:
         return " ".join(self.texts())
 
 
-OPERATOR = re.compile(r"&>>?|\d*(?:<<<|<<-?|<>|<&|>>|>\||>&|<(?!\()|>(?!\())")
+OPERATOR = re.compile(r"&>>?|(?:\d+|\{\w+\})?(?:<<<|<<-?|<>|<&|>>|>\||>&|<(?!\()|>(?!\())")
 BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
-ASSIGNMENT = re.compile(r"[A-Za-z_]\w*(\[[^]]*\])?\+?=")
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*(\[.*\])?\+?=")
+ARITHMETIC = re.compile(r"\(\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)\)|\[[^][]*\]")
+DEEPEST = 40             # substitutions and wrappers in one another; more is not read but denied
+PLAIN_TEXT = re.compile(r"[\w./:=@%+,-]+")              # what means nothing to a shell anywhere
+ANSI_TEXT = re.compile(r"'((?:[^'\\]|\\.)*)'", re.S)
+BACKQUOTED = re.compile(r"((?:[^`\\]|\\.)*)`", re.S)
+VARIABLE = re.compile(r"\w+|[@*#?$!-]")
 RESERVED = {"if", "then", "else", "elif", "fi", "while", "until", "do", "done", "!", "{", "}",
             "for", "case", "esac", "select", "function", "coproc", "[["}
 SYSTEM_FOLDERS = {"", "/bin", "/usr/bin", "/usr/local/bin", "/sbin", "/usr/sbin"}
@@ -2507,8 +2537,12 @@ WRAPPERS = {   # programs that run another one: their short options with a value
     "xargs": ("aEILnPsd", 0), "command": ("", 0), "builtin": ("", 0), "exec": ("a", 0),
     "setsid": ("", 0), "stdbuf": ("ioe", 0), "chroot": ("", 1), "watch": ("n", 0),
     "flock": ("wE", 1), "ssh": ("bcDEeFIiJLlmopQRSWw", 1), "strace": ("eo", 0),
-    "busybox": ("", 0), "parallel": ("jIa", 0)}
-GIT_VALUES = {"-C", "-c", "--git-dir", "--work-tree", "--namespace", "--config-env"}
+    "busybox": ("", 0), "parallel": ("jIa", 0), "unshare": ("", 0), "taskset": ("", 1),
+    "chrt": ("", 1), "setarch": ("", 1), "prlimit": ("", 0), "setpriv": ("", 0),
+    "choom": ("n", 0), "script": ("", 0), "trap": ("", 0), "alias": ("", 0), "hash": ("p", 0),
+    "mapfile": ("C", 0), "compgen": ("C", 0)}
+GIT_VALUES = {"-C", "-c", "--attr-source", "--git-dir", "--work-tree", "--namespace",
+              "--config-env"}
 GIT_RUNS = ("--ext-diff", "--textconv", "--output", "--no-index", "--exec", "--open-files-in-pager",
             "--upload-pack", "--receive-pack")       # options that run a program or write a file
 
@@ -2517,27 +2551,48 @@ class CommandLine:
     """Reads a command line; `parts` are its simple commands, also those in substitutions, groups,
     here-documents, wrappers and shells that it starts. What is not understood is a doubt."""
 
-    def __init__(self, text: str):
-        self.text, self.at = text, 0
+    def __init__(self, text: str, depth: int = 0):
+        self.text, self.at, self.depth = text, 0, depth
         self.parts: list[Part] = []
-        self.documents: list[tuple[Word, bool]] = []       # here-documents that are to come
+        self.documents: list[tuple[Word, bool, Part]] = []       # here-documents that are to come
 
     def read(self) -> list[Part]:
-        """All parts. Their doubts are those of the whole line, if it is not whole."""
+        """All parts; one without words if the line is not whole, or there is nothing in it.
+
+        Raises RecursionError if more is in one another than anybody would write.
+        """
+        if self.depth > DEEPEST:
+            raise RecursionError
         self.commands("")
         if self.documents:
             self.doubt("a here-document has no end")
-        return [inner for part in self.parts for inner in unwrap(part)]
+        if "\\\n" in self.text:         # where lines are joined depends on much; so read both ways
+            self.doubt("lines that are joined")
+            self.parts += self.inner(self.text.replace("\\\n", ""))
+        parts = [inner for part in self.parts for inner in unwrap(part, self.depth)]
+        if any(part.reads_commands() for part in parts):
+            for part in list(parts):
+                said = " ".join(word.text for word in part.words[1:])
+                parts += self.inner(part.document) if part.document else []
+                parts += self.inner(said) if part.texts()[:1] in (["echo"], ["printf"]) else []
+        return parts or [Part(doubts=["there is nothing in it"])]
+
+    def inner(self, text: str) -> list[Part]:
+        """The parts of a command line inside this one."""
+        return CommandLine(text, self.depth + 1).read()
 
     def doubt(self, why: str) -> None:
         self.parts.append(Part(doubts=[why]))
 
     def commands(self, end: str) -> None:
         """Reads commands up to the end sign, or all of the text."""
-        part = Part()
+        part, cases = Part(), 0              # in a case a bracket ends a pattern
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise RecursionError
         while self.at < len(self.text):
             sign = self.text[self.at]
-            if sign == end:
+            if sign == end and not cases:
                 self.at += 1
                 break
             if sign in " \t":
@@ -2547,6 +2602,10 @@ class CommandLine:
             elif operator := OPERATOR.match(self.text, self.at):
                 self.at = operator.end()
                 self.redirect(part, operator[0].lstrip("0123456789"))
+            elif sign == "(" and (sum_of := ARITHMETIC.match(self.text, self.at)):
+                self.at = sum_of.end()
+                self.doubt("a calculation")
+                self.put_in(sum_of[0])
             elif sign in ";&|\n()":
                 self.at += 1
                 part = self.finish(part)
@@ -2562,10 +2621,13 @@ class CommandLine:
                 self.at = len(self.text) if stop < 0 else stop
             else:
                 part.words.append(self.word())
+                if len(part.words) == 1:
+                    cases += {"case": 1, "esac": -1}.get(part.words[0].text, 0)
         else:
             if end:
                 self.doubt(f"no {end} at its end")
         self.finish(part)
+        self.depth -= 1
 
     def finish(self, part: Part) -> Part:
         """Keeps a part, if there is something in it; gives a new one."""
@@ -2576,10 +2638,15 @@ class CommandLine:
     def redirect(self, part: Part, operator: str) -> None:
         while self.at < len(self.text) and self.text[self.at] in " \t":
             self.at += 1
+        start = self.at
         target = self.word()
         if operator in ("<<", "<<-"):
-            self.documents.append((target, operator == "<<-"))
+            if target.hidden:                # its end is compared as it is written
+                target.text = self.text[start:self.at]
+            self.documents.append((target, operator == "<<-", part))
             return
+        if operator == "<<<":
+            part.document += target.text + "\n"
         copies = operator.endswith("&") and re.fullmatch(r"\d+|-", target.text)
         if ">" in operator and not copies and target.text != "/dev/null":
             part.doubts.append(f"it is redirected into {target.text}")
@@ -2590,30 +2657,40 @@ class CommandLine:
 
     def read_documents(self) -> None:
         """Skips the here-documents that begin here; what they would run is read."""
-        for word, tabs in self.documents:
+        for word, tabs, part in self.documents:
             body, found = [], False
             while self.at < len(self.text) and not found:
                 stop = self.text.find("\n", self.at)
                 stop = len(self.text) if stop < 0 else stop
                 line, self.at = self.text[self.at:stop], stop + 1
                 found = (line.lstrip("\t") if tabs else line) == word.text
-                body.append(line)
-            if not found:
+                body += [] if found else [line]
+            part.document += "\n".join(body) + "\n"
+            if not found:                    # then this may be no here-document at all
                 self.doubt("a here-document has no end")
-            if not word.quoted:          # as between double quotes, but these are no signs there
-                inner = CommandLine("\n".join(body).replace('"', '\\"') + '"')
-                put_in = Word()
-                inner.double_quotes(put_in)
-                self.parts += inner.parts
-                if put_in.hidden:
-                    self.doubt("the shell puts something into a here-document")
+                self.parts += self.inner("\n".join(body))
+            if not word.quoted:
+                self.put_in("\n".join(body))
         self.documents = []
+
+    def put_in(self, text: str) -> None:
+        """Reads what the shell would put into a text that is no command: as between double quotes,
+        which themselves are no signs there."""
+        inner = CommandLine(text, self.depth + 1)
+        word = Word()
+        inner.double_quotes(word, end="")
+        self.parts += inner.parts
+        if word.hidden:
+            self.doubt("the shell puts something into a text")
 
     def word(self) -> Word:
         """Reads one word, up to a blank or an operator."""
         word = Word()
         start = self.at
         while self.at < len(self.text) and self.text[self.at] not in " \t\n;&|)":
+            if run := PLAIN_TEXT.match(self.text, self.at):
+                word.text, self.at = word.text + run[0], run.end()
+                continue
             sign = self.text[self.at]
             self.at += 1
             if sign == "\\":
@@ -2625,9 +2702,9 @@ class CommandLine:
             elif sign == '"':
                 self.double_quotes(word)
             elif sign == "$":
-                self.dollar(word)
+                self.dollar(word, False)
             elif sign == "`":
-                self.backquotes(word)
+                self.backquotes(word, False)
             elif sign in "<>" and self.text[self.at:self.at + 1] == "(":
                 self.at += 1
                 word.hidden = True
@@ -2638,7 +2715,8 @@ class CommandLine:
             else:
                 word.text += sign
                 word.pattern |= sign in "*?[" or sign == "~" and self.at == start + 1
-                word.hidden |= sign == "{" and bool(BRACES.match(self.text, self.at - 1))
+                word.braces |= sign == "{" and bool(BRACES.match(self.text, self.at - 1))
+        word.hidden |= word.braces
         return word
 
     def single_quotes(self, word: Word) -> None:
@@ -2649,116 +2727,166 @@ class CommandLine:
         word.text += self.text[self.at:stop]
         word.quoted, self.at = True, stop + 1
 
-    def double_quotes(self, word: Word) -> None:
+    def double_quotes(self, word: Word, end: str = '"') -> None:
         word.quoted = True
         while self.at < len(self.text):
+            if run := PLAIN_TEXT.match(self.text, self.at):
+                word.text, self.at = word.text + run[0], run.end()
+                continue
             sign = self.text[self.at]
             self.at += 1
-            if sign == '"':
+            if sign == end:
                 return
             if sign == "\\" and self.text[self.at:self.at + 1] in ("$", "`", '"', "\\", "\n"):
                 word.text += self.text[self.at].replace("\n", "")
                 self.at += 1
             elif sign == "$":
-                self.dollar(word)
+                self.dollar(word, True)
             elif sign == "`":
-                self.backquotes(word)
+                self.backquotes(word, True)
             else:
                 word.text += sign
-        self.doubt("a quote is not closed")
+        if end:
+            self.doubt("a quote is not closed")
 
-    def dollar(self, word: Word) -> None:
-        """What follows a dollar sign: a variable, a substitution, or $'text'."""
-        rest = self.text[self.at:]
-        if rest.startswith("("):
+    def dollar(self, word: Word, quoted: bool) -> None:
+        """What follows a dollar sign: a variable, a substitution, a calculation, or $'text'."""
+        sign = self.text[self.at:self.at + 1]
+        if sum_of := ARITHMETIC.match(self.text, self.at):
+            word.hidden, self.at = True, sum_of.end()
+            self.put_in(sum_of[0])
+        elif sign == "(":
             word.hidden, self.at = True, self.at + 1
             self.commands(")")
-        elif rest.startswith("{"):
-            word.hidden = True
-            while self.at < len(self.text) and self.text[self.at] != "}":
-                self.at += 1
-                if self.text.startswith("$", self.at):
-                    self.at += 1
-                    self.dollar(word)
-                elif self.text.startswith("`", self.at):
-                    self.at += 1
-                    self.backquotes(word)
+        elif sign == "{":
             self.at += 1
-        elif found := re.match(r"'((?:[^'\\]|\\.)*)'", rest, re.S):
+            self.braced(word, quoted)
+        elif not quoted and (found := ANSI_TEXT.match(self.text, self.at)):
             import codecs
             with contextlib.suppress(UnicodeError):
-                word.text += codecs.decode(found[1].encode("ascii", "replace"), "unicode_escape")
-            word.hidden, self.at = True, self.at + found.end()
-        elif rest.startswith('"'):
+                text = codecs.decode(found[1].encode("ascii", "replace"), "unicode_escape")
+                word.text += text.partition("\0")[0]
+            word.hidden, self.at = True, found.end()
+        elif not quoted and sign == '"':
             self.at += 1
             self.double_quotes(word)
-        elif found := re.match(r"\w+|[@*#?$!-]", rest):
+        elif found := VARIABLE.match(self.text, self.at):
             word.text += "$" + found[0]
-            word.hidden, self.at = True, self.at + found.end()
+            word.hidden, self.at = True, found.end()
         else:
             word.text += "$"
 
-    def backquotes(self, word: Word) -> None:
-        found = re.compile(r"((?:[^`\\]|\\.)*)`", re.S).match(self.text, self.at)
+    def braced(self, word: Word, quoted: bool) -> None:
+        """The rest of ${name…}, up to its own closing brace."""
+        word.hidden = True
+        inside = Word()
+        while self.at < len(self.text):
+            sign = self.text[self.at]
+            self.at += 1
+            if sign == "}":
+                return
+            if sign == "\\":
+                self.at += 1
+            elif sign == "'" and not quoted:
+                self.single_quotes(inside)
+            elif sign == '"':
+                self.double_quotes(inside)
+            elif sign == "$":
+                self.dollar(inside, quoted)
+            elif sign == "`":
+                self.backquotes(inside, quoted)
+            elif sign in "<>" and self.text[self.at:self.at + 1] == "(":
+                self.at += 1
+                self.commands(")")
+        self.doubt("a brace is not closed")
+
+    def backquotes(self, word: Word, quoted: bool) -> None:
+        found = BACKQUOTED.match(self.text, self.at)
         if not found:
             self.doubt("a backquote is not closed")
             self.at = len(self.text)
             return
         word.hidden, self.at = True, found.end()
-        self.parts += CommandLine(re.sub(r"\\([`\\$])", r"\1", found[1])).read()
+        signs = r'\\([`\\$"])' if quoted else r"\\([`\\$])"
+        self.parts += self.inner(re.sub(signs, r"\1", found[1]))
 
 
-def unwrap(part: Part) -> list[Part]:
+def unwrap(part: Part, depth: int = 0) -> list[Part]:
     """The part, and the commands that its program would start: sudo X, sh -c X, find -exec X."""
-    words, doubts = list(part.words), list(part.doubts)
+    if depth > DEEPEST:
+        raise RecursionError
+    words, doubts = [w for word in part.words for w in word.expanded()], list(part.doubts)
     while words and (words[0].text in RESERVED or ASSIGNMENT.match(words[0].text)):
         doubts.append("an assignment, or control flow")
-        del words[:2 if words[0].text == "function" else 1]
+        named = words[0].text == "function" or words[0].text == "coproc" and len(words) > 2 \
+            and words[2].text == "{"
+        del words[:2 if named else 1]
     if not words:
-        return [replace(part, doubts=doubts or part.doubts)]
+        return [replace(part, doubts=doubts)]
     folder, _, name = words[0].text.rpartition("/")
     if folder not in SYSTEM_FOLDERS:
         doubts.append(f"{name} is not the system's own")
     if any(word.hidden for word in words) or words[0].pattern \
             or any(word.pattern and word.text[:1] in "*?[" for word in words):
         doubts.append("the shell puts something in")
-    inner: list[Part] = []
     texts = [word.text for word in words]
-    if name in SHELLS:
-        for place, text in enumerate(texts[:-1]):
-            if re.fullmatch(r"-\w*c", text):
-                inner += CommandLine(texts[place + 1]).read()
-    elif name == "eval":
-        inner += CommandLine(" ".join(texts[1:])).read()
-    elif name == "find":
-        for place, text in enumerate(texts):
-            if text in ("-exec", "-execdir", "-ok", "-okdir"):
-                inner += unwrap(Part(words[place + 1:]))
-    elif name in WRAPPERS:
-        for start in inner_starts(texts, *WRAPPERS[name]):
-            inner += unwrap(Part(words[start:])) if texts[start:] else []
-        inner += CommandLine(" ".join(texts[2:])).read() if texts[1:2] == ["-S"] else []
-    elif name == "git":
-        options = list(itertools.takewhile(lambda text: text.startswith("-"), texts[1:]))
-        if set(options) - {"--no-pager", "-P"}:
-            doubts.append("an option in front of git's command")
-        if any(run.startswith(text.partition("=")[0]) and len(text) > 4 for text in texts
-               for run in GIT_RUNS) or any(text[:2] in ("-o", "-O") for text in texts):
-            doubts.append("an option of git that runs a program or writes a file")
+    if name == "git":
+        doubts += git_doubts(texts)
+    starts, lines = inner_commands(name, texts)
+    inner = [found for start, end in starts if texts[start:end]
+             for found in unwrap(Part(words[start:end]), depth + 1)]
+    inner += [found for line in lines for found in CommandLine(line, depth + 1).read()]
     if inner:
         doubts.append(f"{name} runs another command")
-    return [Part(words, part.files, doubts), *inner]
+    return [replace(part, words=words, doubts=doubts), *inner]
+
+
+def git_doubts(texts: list[str]) -> list[str]:
+    """Why a reading git command may do more than read, or read more than the workspace."""
+    doubts = []
+    options = list(itertools.takewhile(lambda text: text.startswith("-"), texts[1:]))
+    if set(options) - {"--no-pager", "-P"}:
+        doubts.append("an option in front of git's command")
+    if any(run.startswith(text.partition("=")[0]) and len(text) > 4 for text in texts
+           for run in GIT_RUNS) or any(text[:2] in ("-o", "-O") for text in texts):
+        doubts.append("an option of git that runs a program or writes a file")
+    if any(text.startswith(("/", "~")) or ".." in text.split("/") for text in texts[1:]):
+        doubts.append("a path that may lead outside")
+    return doubts
+
+
+def inner_commands(name: str, texts: list[str]) -> tuple[list[tuple[int, int]], list[str]]:
+    """(where in its words a program's inner commands begin and end, texts that it would run)"""
+    starts, lines = [], []
+    if name in SHELLS:
+        place = next((place for place, text in enumerate(texts)
+                      if re.fullmatch(r"[-+]\w*c\w*", text)), None)
+        lines = [] if place is None else texts[place + 1:]
+    elif name == "eval":
+        lines = [" ".join(texts[1:])]
+    elif name == "find":
+        for place, text in enumerate(texts):
+            inside = starts and place < starts[-1][1]
+            if text in ("-exec", "-execdir", "-ok", "-okdir") and not inside:
+                rest = itertools.takewhile(lambda word: word not in (";", "+"), texts[place:])
+                starts.append((place + 1, place + len(list(rest))))
+    elif name in WRAPPERS:
+        starts = [(start, len(texts)) for start in inner_starts(texts, *WRAPPERS[name])]
+        lines = [re.sub(r"^(-\w*S|--split-string=|\w+=)", "", text)
+                 for text in texts[1:] if " " in text]
+    return starts, lines
 
 
 def inner_starts(texts: list[str], valued: str, before: int) -> list[int]:
-    """Where the command of a wrapper may begin: behind its options. A long option may have a
-    value or not, so both are looked at."""
+    """Where the command of a wrapper may begin: behind its options. What looks like a long option,
+    or a cluster of short ones, may have a value or not, so then each of the next words is tried."""
     place, unsure = 1, False
     while place < len(texts) and (texts[place].startswith("-") or ASSIGNMENT.match(texts[place])):
         text = texts[place]
-        unsure |= text.startswith("--") and "=" not in text and text != "--"
+        unsure |= text.startswith("-") and len(text) > 2 and "=" not in text
         place += 2 if len(text) == 2 and text[1] in valued else 1
-    return [place + before] + ([place + before + 1] if unsure else [])
+    place += before
+    return list(range(place, min(len(texts), place + 6))) if unsure else [place]
 
 
 # ── Which rules fit
@@ -2771,6 +2899,11 @@ def command_fits(pattern: str, texts: list[str]) -> bool:
     wanted = pattern.removesuffix(" *").split()
     start = next((i for i, word in enumerate(wanted) if word.startswith("-")), len(wanted))
     operands = [text for text in texts if not text.startswith("-")]
+    if texts[1:2] and texts[1].startswith("-") and start > 1:     # its value may be among them
+        later = iter(operands[1:])
+        operands = operands[:1] + [
+            next((text for text in later if glob(want, False).match(text)), "")
+            for want in wanted[1:start]]
     return len(operands) >= start and all(
         glob(want, False).match(text) for want, text in zip(wanted[:start], operands)) and all(
         any(word_fits(want, text) for text in texts) for want in wanted[start:])
@@ -2780,7 +2913,7 @@ def word_fits(want: str, text: str) -> bool:
     """A word of a pattern and one of a command: -f is in -uf, --mirror is --mirr, / is /*."""
     if want.startswith("--"):
         text = text.partition("=")[0]
-        return bool(glob(want, False).match(text)) or len(text) > 4 and want.startswith(text)
+        return bool(glob(want, False).match(text)) or len(text) > 2 and want.startswith(text)
     if want.startswith("-"):
         return bool(re.fullmatch(r"-\w+", text)) and want[1:].lower() in text.lower()
     return bool(glob(want, False).match(text.rstrip("*/") or "/"))
@@ -2800,14 +2933,16 @@ def allowed_by(rule: Rule, part: Part) -> bool:
 def paths_in(part: Part, workspace: Workspace | None) -> list[str]:
     """What in a command may be a path: words, parts of words as in --file=a, files of a pattern."""
     import glob as files
-    found = []
-    for word in [*part.words, *part.files]:
-        for text in {word.text, *re.split(r"[=:,@]", word.text)} - {""}:
-            found += [text, text.rstrip("/") + "/"]
-            if workspace and len(text) < 4000:
+    words = {(word.text, word.pattern) for word in [*part.words, *part.files]}
+    texts = {text for word, _ in words for text in (word, *re.split(r"[=:,@]", word)) if text}
+    found = [*texts, *(text.rstrip("/") + "/" for text in texts)]
+    for text in texts if workspace else ():
+        with contextlib.suppress(OSError, ValueError):          # what is not there leads nowhere
+            if "/" in text or os.path.lexists(workspace.root / text):
                 found.append(workspace.target(text))
-                if word.pattern:
-                    found += itertools.islice(files.iglob(text, root_dir=workspace.root), 1000)
+    for text, pattern in words if workspace else ():
+        if pattern:
+            found += itertools.islice(files.iglob(text, root_dir=workspace.root), 1000)
     return found
 
 
@@ -2838,16 +2973,25 @@ def rule_fits(rule: Rule, name: str, target: str | Part,
     return any(path_fits(rule, path) for path in paths_in(target, workspace))
 
 
+GIT_SETTINGS = re.compile(
+    r"(?:^|\])\s*(external|textconv|fsmonitor|command|process|clean|smudge|path|worktree\w*|"
+    r"hookspath|uploadpack|promisor|partialclone\w*|sshcommand)\s*(=|$)|(?:^|\])\s*\[include",
+    re.I | re.M)
+
+
 def git_may_run(workspace: Workspace | None) -> bool:
-    """Could the repository's own settings make a reading git command run a program?"""
+    """Could the repository's own settings or hooks make a reading git command run a program?"""
     for folder in (workspace.root, *workspace.root.parents) if workspace else ():
+        bare = (folder / "HEAD").exists() and (folder / "config").exists()
         git = folder / ".git"
-        if git.exists():
+        if bare or git.exists():
             with contextlib.suppress(OSError, UnicodeDecodeError):
-                text = (git / "config").read_text("utf-8")
-                return bool(re.search(
-                    r"^\s*(external|textconv|fsmonitor|command|process|clean|smudge|path|"
-                    r"worktreeconfig)\s*=|^\s*\[include", text, re.I | re.M))
+                settings = (git / "config").read_text("utf-8")
+                hooks = os.listdir(git / "hooks") if (git / "hooks").is_dir() else []
+                nested = [entry for entry in os.scandir(folder) if entry.name == ".gitmodules"
+                          or os.path.exists(f"{entry.path}/.git")]
+                return bool(bare or nested or GIT_SETTINGS.search(settings)
+                            or [name for name in hooks if not name.endswith(".sample")])
             return True
     return False
 
@@ -2882,11 +3026,14 @@ def decide(name: str, args: dict, mode: str = "ask", *, rules: Iterable[Rule] | 
     """
     rules = list(RULES if rules is None else rules)
     target = target_of(name, args, workspace)
-    parts = (CommandLine(target).read() if name == "shell" else [target]) or [target]
+    try:
+        parts = CommandLine(target).read() if name == "shell" else [target]
+    except RecursionError:
+        return Decision("deny", "the command line is nested deeper than anybody would write one")
     told = [decide_part(name, part, mode, rules, workspace, sandbox) for part in parts]
     one = next((d for kind in ("deny", "ask") for d in told if d.decision == kind), told[0])
     return one._replace(parts=tuple(
-        {"text": str(part) or f"({part.doubts[0]})", "decision": d.decision,
+        {"text": str(part) or f"({'; '.join(getattr(part, 'doubts', ()))})", "decision": d.decision,
          "rule": str(d.rule) if d.rule else None, "reason": d.reason}
         for part, d in zip(parts, told)))
 
