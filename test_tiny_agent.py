@@ -1857,7 +1857,7 @@ SPELLINGS = ["git push --force", "git  push\t-f", "git 'push' -f", "g\"i\"t push
              "git --no-pager push -f", "git push -uf origin main", "git push origin main -f",
              "git push --force-with-lease", "git push --forc", "GIT PUSH --FORCE", "git push origin +main",
              "git push --mirror", "$'git' push -f", "{git,push,-f}", "git push -{f,u}", "git {push,-f}",
-             "git push --fo", "git --attr-source x push -f", "{fd}>x git push -f", "git 2> \\\n x push -f",
+             "git push --fo", "git --attr-source x push -f", "{fd}>x git push -f", "{fd}<<E cat\nx\nE\ngit push -f", "git 2> \\\n x push -f",
              "a[b[0]]=1 git push -f", "$'git' push $'-f\\0zz'"]
 
 

@@ -25,8 +25,8 @@ Map: each section uses only those above it, so the file reads once from top to b
       HTTP and event streams    one request; bytes on a socket become JSON objects
       Providers                 the port; chat completions, Anthropic messages, scripted
       Tool schemas              a function's signature and docstring tell the model how to call it
-      Workspace and tools       one path check, the seven tools, clipping
-      Permissions               Rule, RULES, decide()
+      Workspace and tools       one path check, the seven tools, clipping, the sandbox
+      Permissions               Rule, RULES, reading command lines, decide()
       Hooks                     veto before a call, observe after it
       Session                   the ledger: an append-only file that holds a tree
       Context                   the system prompt, projection
@@ -2601,7 +2601,7 @@ class CommandLine:
                 self.at += 2
             elif operator := OPERATOR.match(self.text, self.at):
                 self.at = operator.end()
-                self.redirect(part, operator[0].lstrip("0123456789"))
+                self.redirect(part, re.sub(r"^(\d+|\{\w+\})", "", operator[0]))
             elif sign == "(" and (sum_of := ARITHMETIC.match(self.text, self.at)):
                 self.at = sum_of.end()
                 self.doubt("a calculation")
@@ -2697,18 +2697,8 @@ class CommandLine:
                 escaped, self.at = self.text[self.at:self.at + 1], self.at + 1
                 word.text += escaped.replace("\n", "")
                 word.quoted = True
-            elif sign == "'":
-                self.single_quotes(word)
-            elif sign == '"':
-                self.double_quotes(word)
-            elif sign == "$":
-                self.dollar(word, False)
-            elif sign == "`":
-                self.backquotes(word, False)
-            elif sign in "<>" and self.text[self.at:self.at + 1] == "(":
-                self.at += 1
-                word.hidden = True
-                self.commands(")")
+            elif self.special(sign, word, False):
+                continue
             elif sign in "(<>":
                 self.at -= 1
                 break
@@ -2718,6 +2708,25 @@ class CommandLine:
                 word.braces |= sign == "{" and bool(BRACES.match(self.text, self.at - 1))
         word.hidden |= word.braces
         return word
+
+    def special(self, sign: str, word: Word, quoted: bool) -> bool:
+        """Reads on behind a quote, or a sign for which the shell puts something in; False if it
+        is neither. `quoted`: between double quotes."""
+        if sign == "'" and not quoted:
+            self.single_quotes(word)
+        elif sign == '"':
+            self.double_quotes(word)
+        elif sign == "$":
+            self.dollar(word, quoted)
+        elif sign == "`":
+            self.backquotes(word, quoted)
+        elif sign in "<>" and self.text[self.at:self.at + 1] == "(":
+            self.at += 1
+            word.hidden = True
+            self.commands(")")
+        else:
+            return False
+        return True
 
     def single_quotes(self, word: Word) -> None:
         stop = self.text.find("'", self.at)
@@ -2740,11 +2749,7 @@ class CommandLine:
             if sign == "\\" and self.text[self.at:self.at + 1] in ("$", "`", '"', "\\", "\n"):
                 word.text += self.text[self.at].replace("\n", "")
                 self.at += 1
-            elif sign == "$":
-                self.dollar(word, True)
-            elif sign == "`":
-                self.backquotes(word, True)
-            else:
+            elif sign not in "$`" or not self.special(sign, word, True):
                 word.text += sign
         if end:
             self.doubt("a quote is not closed")
@@ -2787,17 +2792,8 @@ class CommandLine:
                 return
             if sign == "\\":
                 self.at += 1
-            elif sign == "'" and not quoted:
-                self.single_quotes(inside)
-            elif sign == '"':
-                self.double_quotes(inside)
-            elif sign == "$":
-                self.dollar(inside, quoted)
-            elif sign == "`":
-                self.backquotes(inside, quoted)
-            elif sign in "<>" and self.text[self.at:self.at + 1] == "(":
-                self.at += 1
-                self.commands(")")
+            else:
+                self.special(sign, inside, quoted)
         self.doubt("a brace is not closed")
 
     def backquotes(self, word: Word, quoted: bool) -> None:
@@ -3792,7 +3788,7 @@ class Agent:
 # gets the answer alone. What comes from a model, a file or a server is made visible() before it is
 # shown on a terminal. Left out: redrawing; every line that was shown stays.
 
-DIM, RED, GREEN, BOLD, PLAIN_STYLE = "\033[2m", "\033[31m", "\033[32m", "\033[1m", "\033[0m"
+DIM, RED, BOLD, PLAIN_STYLE = "\033[2m", "\033[31m", "\033[1m", "\033[0m"
 
 
 def has_colour(stream: typing.TextIO) -> bool:
