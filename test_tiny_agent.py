@@ -1236,11 +1236,11 @@ def test_read_file_numbers_its_lines_and_says_how_to_go_on(ws):
     (ws / "a.txt").write_text("".join(f"line {n}\n" for n in range(1, 1001)))
     text = use(ws, "read_file", path="a.txt")
     assert text.startswith("     1\tline 1\n") and "   400\tline 400\n" in text
-    assert text.endswith("[lines 1-400 of 1000; read on with offset=401]")
+    assert text.endswith("[lines 1-400 of 1000, 600 more: read on with offset=401]")
     assert use(ws, "read_file", path="a.txt", offset=999) == \
         "   999\tline 999\n  1000\tline 1000\n[lines 999-1000 of 1000]"
     short = Workspace(ws, limit=1000).read_file("a.txt")
-    assert len(short) <= 1000 and re.search(r"lines 1-\d+ of 1000; read on with offset=\d+]$", short)
+    assert len(short) <= 1000 and re.search(r"lines 1-\d+ of 1000, \d+ more: read on with offset=\d+]$", short)
 
 
 READINGS = {
@@ -2139,12 +2139,12 @@ def test_a_damaged_line_is_named_and_the_rest_is_kept(tmp_path, damage):
     lines[2] = damage
     session.path.write_bytes(b"\n".join(lines))
     again = Session.load(session.path)
-    assert said(again) == ["u1", "u2", "a2"] and "1 line could not be read" in again.notes[0]
+    assert said(again) == ["u1", "u2", "a2"] and "could not be read are skipped: 3" in again.notes[0]
 
 
 @pytest.mark.parametrize("data", [b"", b"hello\n", b'{"type":"message"}\n', b"\0\0\0", b"[1]\n",
-                                  b'{"type":"header","id":"1","parent_id":null,"timestamp":"",'
-                                  b'"version":99}\n'])
+                                  b'\n{"type":"header","id":"1","parent_id":null,"timestamp":"",'
+                                  b'"version":1}\n'])
 def test_what_is_no_session_is_refused_and_not_touched(tmp_path, data):
     path = tmp_path / "x.jsonl"
     path.write_bytes(data)
@@ -2186,6 +2186,206 @@ def test_a_full_disk_leaves_no_empty_session_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", real_write)
     assert "cannot be written" in session.problem and not list(tmp_path.rglob("*.jsonl"))
     assert said(session) == ["u1", "a1"]
+
+
+def line(kind, id, parent, **data) -> str:
+    return json.dumps({"type": kind, "id": id, "parent_id": parent, "timestamp": "", **data})
+
+
+def message_line(id, parent, text, role="user") -> str:
+    return line("message", id, parent, message={"role": role, "content": text})
+
+
+ODD_LINES = {     # lines after a header h and a message u; what is said then, what the notes tell
+    "a type that nobody knows": ([line("dream", "x", "u"), message_line("v", "u", "more")],
+                                 ["u", "more"], "unknown types are kept and ignored: dream"),
+    "a parent that is missing": ([message_line("v", "gone", "more")], ["u", "more"],
+                                 "parent is not there follow the one before: 3"),
+    "its own parent": ([message_line("v", "v", "more")], ["u", "more"], "follow the one before: 3"),
+    "parents in a ring": ([message_line("v", "w", "more"), message_line("w", "v", "most")],
+                          ["u", "more", "most"], "follow the one before: 3"),
+    "an id twice": ([message_line("u", "h", "twin"), message_line("v", "u", "more")], ["u", "more"],
+                    "could not be read are skipped: 3"),
+    "no id": ([json.dumps({"type": "message", "parent_id": "u", "timestamp": "",
+                           "message": {"role": "user", "content": "x"}}),
+               message_line("v", "u", "more")], ["u", "more"], "are skipped: 3"),
+    "NUL bytes before a line": (["\0" * 40 + message_line("v", "u", "more")], ["u", "more"], ""),
+    "NUL bytes at the end": ([message_line("v", "u", "more"), "\0" * 40], ["u", "more"], "skipped: 4"),
+    "a leaf that is nowhere": ([line("leaf", "x", "gone"), message_line("v", "u", "more")],
+                               ["u", "more"], "follow the one before: 3"),
+    "files of a rewind that are none": ([line("leaf", "x", "u", files=[1, {"path": 2}], from_id=7),
+                                         message_line("v", "u", "more")], ["u", "more"], ""),
+    "a label that is none": ([line("label", "x", "u", label=[1])], ["u"], "")}
+
+
+@pytest.mark.parametrize("lines, expected, note", ODD_LINES.values(), ids=ODD_LINES)
+def test_what_is_sound_is_loaded_and_the_rest_is_told(tmp_path, lines, expected, note):
+    path = tmp_path / "x.jsonl"
+    path.write_text("\n".join([line("header", "h", None, version=1), message_line("u", "h", "u"), *lines]))
+    session = Session.load(path)
+    assert said(session) == expected and note in " ".join(session.notes)
+    assert bool(session.notes) is bool(note)
+    for entry in list(session.entries):       # nothing that a file holds breaks walking it
+        session.changes(session.moment(entry).position)
+    ta.draw_tree(session)
+    session.append(UserMessage("new"))
+    session.close()
+    again = Session.load(path)
+    assert said(again) == [*expected, "new"]
+    again.close()
+
+
+def test_a_file_of_a_newer_version_is_read_as_far_as_it_is_known(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(line("header", "h", None, version=2) + "\n" + message_line("u", "h", "u") + "\n")
+    session = Session.load(path)
+    assert said(session) == ["u"] and "newer version" in session.notes[0]
+    session.close()
+
+
+def test_a_line_of_50_megabytes_is_a_line(tmp_path):
+    session = new_session(tmp_path)
+    talk(session, "x" * 50_000_000, "a")
+    session.close()
+    again = Session.load(session.path)
+    assert [len(text) for text in said(again)] == [50_000_000, 1] and not again.notes
+    again.close()
+
+
+@pytest.mark.parametrize("length", [10, 2000])
+def test_an_entry_is_one_write_whatever_the_length(tmp_path, monkeypatch, length):
+    session, writes, real_write = new_session(tmp_path), [], os.write
+    talk(session, *["x"] * length)
+    monkeypatch.setattr(os, "write", lambda handle, data: writes.append(data) or real_write(handle, data))
+    session.append(UserMessage("y" * 100_000))
+    session.set_leaf(session.entries[1].id)
+    assert [data.count(b"\n") for data in writes] == [1, 1]
+    assert len(writes[0]) < 101_000 and len(writes[1]) < 500
+
+
+def test_a_rewind_leads_before_a_message_of_the_person_and_on_anything_else():
+    session = Session(cwd="/x")
+    u1, a1, u2, a2 = talk(session, "u1", "a1", "u2", "a2")
+    mark = session.append("label", label="here")
+    assert session.moment(u1)[0::2] == (session.entries[0].id, "u1")
+    assert session.moment(u2)[0::2] == (a1.id, "u2")
+    assert session.moment(a1)[0::2] == (a1.id, "")
+    assert session.moment(mark)[0::2] == (a2.id, "")
+    back = session.set_leaf(a1.id)
+    assert session.moment(back)[0::2] == (a2.id, "")           # undoing it
+
+
+def test_entries_are_found_by_label_id_and_the_start_of_one():
+    session = Session(cwd="/x")
+    u1, a1, *_ = talk(session, "u1", "a1", "u2")
+    session.set_leaf(a1.id)
+    session.append("label", label="a name")
+    assert session.find("a name") is session.find(a1.id) is a1
+    assert session.find(u1.id[:7]) in (u1,)
+    for text in ("", "nothing", "zz"):
+        with pytest.raises(ta.SessionError, match="entries"):
+            session.find(text)
+
+
+def test_a_fork_is_the_branch_in_a_file_of_its_own(tmp_path):
+    session = new_session(tmp_path)
+    session.describe(system="the prompt", tools=[1], mode="ask")
+    u1, a1, u2, a2 = talk(session, "u1", "a1", "u2", "a2")
+    session.append("label", label="lost")
+    session.set_leaf(a1.id)
+    session.append("label", label="kept")
+    talk(session, "u3", "a3")
+    before = session.path.read_bytes()
+    fork = session.fork(tmp_path / "home")
+    assert said(fork) == said(session) == ["u1", "a1", "u3", "a3"] and fork.labels() == {"kept": a1.id}
+    talk(fork, "u4", "a4")
+    fork.close()
+    session.close()
+    assert session.path.read_bytes() == before and b"u2" not in fork.path.read_bytes()
+    again = Session.load(fork.path)
+    header = again.entries[0].data
+    assert (header["parent_session"], header["system"]) == (session.path.stem, "the prompt")
+    assert said(again)[-1] == "a4" and not again.notes
+    again.close()
+
+
+def test_a_fork_of_what_has_no_answer_yet_leaves_no_file(tmp_path):
+    session = new_session(tmp_path)
+    talk(session, "u1")
+    fork = session.fork(tmp_path / "home")
+    assert fork.file is None and not list(tmp_path.rglob("*.jsonl"))
+    fork.append(AssistantMessage("a1"))
+    assert said(fork) == ["u1", "a1"] and Path(fork.file).exists()
+
+
+def test_sessions_are_listed_the_last_one_first(tmp_path):
+    sessions = [new_session(tmp_path) for _ in range(2)]
+    for number, session in enumerate(sessions):
+        talk(session, f"task {number}\nmore", "a", "again"[number:])
+        session.close()
+        os.utime(session.path, (1000 + number, 1000 + number))
+    (sessions[0].path.parent / "junk.jsonl").write_bytes(b"\xff\n[]\n")
+    listed = ta.list_sessions(tmp_path / "home", tmp_path)
+    assert [(one.path, one.messages, one.first) for one in listed] == [
+        (sessions[1].path, 3, "task 1 more"), (sessions[0].path, 3, "task 0 more")]
+    assert all(ta.find_session(tmp_path / "home", one.id) == one.path for one in listed)
+
+
+BUSY = """
+import json, os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tiny_agent import *
+calls = [[("write_file", {"path": f"f{n % 3}.txt", "content": f"{n}\\n" * 500})] for n in range(40)]
+home, folder = Path(sys.argv[2]) / "home", Path(sys.argv[2])
+agent = Agent(ScriptedProvider([*calls, "done"]), Workspace(folder), mode="auto", home=home,
+              session=Session.new(home, folder), max_steps=50)
+for event in agent.run("go"):
+    if isinstance(event, MessageEnd):
+        print(json.dumps(to_json(event.message)), flush=True)
+"""
+
+
+@posix
+@pytest.mark.parametrize("moment", [2, 3, 5, 8, 13, 20, 21, 34, 55, 79])
+def test_a_run_that_is_killed_loses_nothing_that_was_told(tmp_path, moment):
+    """kill -9 at many moments: what was told is in the file, and the run can go on from there."""
+    run = subprocess.Popen([sys.executable, "-c", BUSY, str(HERE), str(tmp_path)],
+                           stdout=subprocess.PIPE, text=True)
+    told = [json.loads(run.stdout.readline()) for _ in range(moment)]
+    time.sleep((moment % 4) * 0.001)
+    run.kill()
+    run.wait()
+    told += [json.loads(rest) for rest in run.stdout.read().splitlines() if rest.endswith("}")]
+    run.stdout.close()
+    path = ta.newest_session(tmp_path / "home", tmp_path)
+    session = Session.load(path)
+    assert [ta.to_json(e.message) for e in session.active_path() if e.message][:len(told)] == told
+    agent = ta.Agent(ScriptedProvider(["fine"]), Workspace(tmp_path), session=session)
+    assert list(agent.run("go on"))[-1].answer == "fine"
+    sent = agent.provider.requests[0]["messages"]
+    calls = [call.id for m in sent if isinstance(m, AssistantMessage) for call in m.tool_calls]
+    assert calls == [m.tool_call_id for m in sent if isinstance(m, ToolResultMessage)]
+    session.close()
+
+
+@posix
+def test_twenty_runs_at_once_write_twenty_whole_sessions(tmp_path):
+    runs = [subprocess.Popen([sys.executable, str(PROGRAM), "-w", str(tmp_path), "--mode", "auto",
+                              "--sandbox", "off", "-p", "demo", "--json", f"run echo task {number}"],
+                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                             stderr=subprocess.DEVNULL, cwd=tmp_path,
+                             env={"PATH": os.environ["PATH"], "AGENT_HOME": str(tmp_path / "home")})
+            for number in range(20)]
+    ends = [json.loads(run.communicate(timeout=60)[0].splitlines()[-1]) for run in runs]
+    assert [run.returncode for run in runs] == [0] * 20
+    assert len({end["session"] for end in ends}) == 20
+    for number, end in enumerate(ends):
+        session = Session.load(Path(end["session"]))
+        assert not session.notes and said(session)[0] == f"run echo task {number}"
+        assert f"task {number}" in said(session)[-1] and len(said(session)) == 4
+        session.close()
+    assert len((tmp_path / "home/audit.jsonl").read_text().splitlines()) == 20
 
 
 @posix
@@ -2318,8 +2518,27 @@ def test_requests_only_grow_at_their_end(tmp_path):
     for before, after in zip(provider.requests, provider.requests[1:]):
         assert after["messages"][:len(before["messages"])] == before["messages"]
     tasks = [m.content for m in provider.requests[-1]["messages"] if isinstance(m, UserMessage)]
-    assert tasks == ["first", "second" + ta.MODE_NOTE.format("plan"), "third",
-                     "fourth" + ta.MODE_NOTE.format("auto")]
+    assert tasks == ["first", "second" + ta.NOTE.format("the mode is now plan"), "third",
+                     "fourth" + ta.NOTE.format("the mode is now auto")]
+    session = later.session
+    assert session.moment(session.entries[-2]).text == "fourth"          # the note is not typed again
+
+
+def test_news_are_told_once_with_the_next_message(tmp_path, monkeypatch):
+    def told(agent, task):
+        list(agent.run(task))
+        return [m for m in agent.provider.requests[-1]["messages"]
+                if isinstance(m, UserMessage)][-1].content.split("\n\n")[1:]
+    provider = ScriptedProvider(["a", [("note", {"text": "x"})], "b", "c", "d", "e", "f", "g"])
+    agent = ta.Agent(provider, Workspace(tmp_path), mode="auto")
+    assert told(agent, "one") == told(agent, "two") == told(agent, "own notes are known") == []
+    (tmp_path / "AGENTS.md").write_text("- from somebody else\n")
+    assert told(agent, "three") == ["[note from the program: AGENTS.md has changed since you saw it]"]
+    monkeypatch.setattr(time, "strftime", lambda form: "2031-02-03")
+    assert told(agent, "four") == ["[note from the program: today is 2031-02-03]"]
+    assert told(agent, "five") == []
+    agent.session.set_leaf(agent.session.entries[0].id)            # on another branch it is new
+    assert len(told(agent, "six")) == 2
 
 
 # ─── Agent ───────────────────────────────────────────────────────────────────────────────────────
@@ -2624,6 +2843,124 @@ def test_a_window_smaller_than_the_budget_is_told_once(tmp_path, serve):
                                                         "/v1/chat/completions"]
 
 
+# ── Going back, with files
+
+def edited(folder, *calls, **files):
+    """(an agent that has made these calls, a task each, in a folder with these files)"""
+    for name, text in files.items():
+        (folder / f"{name}.txt").write_text(text)
+    agent = ta.Agent(ScriptedProvider([reply for call in calls for reply in ([call], "done")]),
+                     Workspace(folder), mode="auto", session=new_session(folder))
+    for number in range(len(calls)):
+        list(agent.run(f"task {number}"))
+    return agent
+
+
+def task(agent, number):
+    return [e for e in agent.session.entries if isinstance(e.message, UserMessage)][number]
+
+
+def go_back(agent, entry, paths=None, **more):
+    moment = agent.session.moment(entry)
+    files = agent.files_back(moment)
+    failed = agent.rewind(moment, files, paths=files if paths is None else paths, **more)
+    return files, failed
+
+
+def texts_in(folder) -> dict:
+    return {path.stem: path.read_bytes().decode("utf-8", "replace") for path in sorted(folder.glob("*.txt"))}
+
+
+WRITES = [("write_file", {"path": "a.txt", "content": "A1\n"}),
+          ("write_file", {"path": "new.txt", "content": "N1\n"}),
+          ("replace_in_file", {"path": "a.txt", "old": "A1", "new": "A2"}),
+          ("write_file", {"path": "new.txt", "content": "N2\n"})]
+
+
+@pytest.mark.parametrize("number, expected", [(0, {"a": "A0\n"}), (1, {"a": "A1\n"}),
+                                              (2, {"a": "A1\n", "new": "N1\n"}),
+                                              (3, {"a": "A2\n", "new": "N1\n"})])
+def test_files_go_back_with_the_conversation_and_forth_again(tmp_path, number, expected):
+    agent = edited(tmp_path, *WRITES, a="A0\n")
+    agent.session.close()                     # the ledger is enough
+    agent.begin(Session.load(agent.session.path))
+    before = said(agent.session)
+    files, failed = go_back(agent, task(agent, number))
+    assert texts_in(tmp_path) == expected and not failed and not any(f.foreign for f in files.values())
+    assert said(agent.session) == before[:4 * number]
+    go_back(agent, agent.session.entries[-1])                  # a rewind can be undone
+    assert texts_in(tmp_path) == {"a": "A2\n", "new": "N2\n"} and said(agent.session) == before
+    go_back(agent, agent.session.entries[-1])                  # and that too
+    assert texts_in(tmp_path) == expected
+
+
+ODD_FILES = {"odd bytes": b"caf\xe9\r\n\xff", "a byte order mark": b"\xef\xbb\xbfx\r\ny",
+             "characters of four bytes": "a😀\u2028b".encode(), "nothing in it": b""}
+
+
+@pytest.mark.parametrize("data", ODD_FILES.values(), ids=ODD_FILES)
+def test_a_file_comes_back_byte_for_byte(tmp_path, data):
+    (tmp_path / "a.txt").write_bytes(data)
+    agent = edited(tmp_path, ("write_file", {"path": "a.txt", "content": "other"}))
+    agent.session.close()
+    agent.begin(Session.load(agent.session.path))
+    go_back(agent, task(agent, 0))
+    assert (tmp_path / "a.txt").read_bytes() == data
+
+
+def test_what_others_changed_since_is_named_and_not_touched_without_a_yes(tmp_path):
+    agent = edited(tmp_path, *WRITES[:2], a="A0\n")
+    (tmp_path / "a.txt").write_text("by hand\n")
+    (tmp_path / "new.txt").unlink()
+    files, _ = go_back(agent, task(agent, 0), paths=[])
+    assert {path: file.foreign for path, file in files.items()} == {"a.txt": True}    # new.txt is gone already
+    assert texts_in(tmp_path) == {"a": "by hand\n"}
+    files, _ = go_back(agent, task(agent, 0))
+    assert texts_in(tmp_path) == {"a": "A0\n"}
+    go_back(agent, agent.session.entries[-1])
+    assert texts_in(tmp_path) == {"a": "by hand\n"}           # what was overwritten is kept as well
+
+
+UNCOVERED = {"too large": (b"x" * 1_000_001, "larger than 1,000,000 bytes"),
+             "a key": (KEY.encode(), "holding a key"),
+             "binary further down": (b"x" * 9000 + b"\0", "binary")}
+
+
+@pytest.mark.parametrize("data, why", UNCOVERED.values(), ids=UNCOVERED)
+def test_what_is_not_covered_is_said_at_the_edit_and_at_the_rewind(tmp_path, data, why):
+    ta.SECRETS.add(KEY)
+    (tmp_path / "a.txt").write_bytes(data)
+    agent = edited(tmp_path, ("write_file", {"path": "a.txt", "content": "other"}))
+    assert f"not kept ({why})" in results(agent)[0] and KEY not in agent.session.path.read_text()
+    files, _ = go_back(agent, task(agent, 0), paths=[])
+    assert files["a.txt"].problem == why and texts_in(tmp_path) == {"a": "other"}
+
+
+def test_the_model_is_told_what_it_cannot_know_of_its_files(tmp_path):
+    agent = edited(tmp_path, *WRITES[:2], a="A0\n")
+    agent.provider = ScriptedProvider(["x", "y", "z"])
+    go_back(agent, task(agent, 1), paths=[])                   # the conversation only
+    list(agent.run("go on"))
+    assert said(agent.session)[-2].endswith("[note from the program: the person went back; later "
+                                            "changes stayed in: new.txt]")
+    go_back(agent, task(agent, 0), conversation=False)         # the files only
+    list(agent.run("go on"))
+    assert "files were brought back: a.txt, new.txt" in said(agent.session)[-2]
+    list(agent.run("go on"))
+    assert said(agent.session)[-2] == "go on"
+
+
+def test_a_file_that_cannot_be_brought_back_is_named(tmp_path):
+    agent = edited(tmp_path, WRITES[0], a="A0\n")
+    (tmp_path / "a.txt").unlink()
+    (tmp_path / "a.txt").mkdir()
+    moment = agent.session.moment(task(agent, 0))
+    files = agent.files_back(moment)
+    assert "folder" in files["a.txt"].problem
+    files = {"a.txt": ta.FileBack("A0\n", "", False)}
+    assert "stays as it is" in agent.rewind(moment, files, paths=["a.txt"])[0]
+
+
 # ─── Showing events ──────────────────────────────────────────────────────────────────────────────
 
 def test_the_answer_alone_goes_to_stdout(tmp_path):
@@ -2802,6 +3139,78 @@ def test_ctrl_c_stops_the_task_and_keeps_the_chat(tmp_path):
     terminal.read_until("again[\\s\\S]*demo auto> ")
     terminal.send("\x04")
     assert terminal.exit_status() == 0
+
+
+def typed(terminal, *steps):
+    """Sends lines and waits for what they show, then for the prompt; gives the last that is shown."""
+    for text, shown in steps:
+        terminal.send(text + "\n")
+        last = terminal.read_until(shown)
+    return last
+
+
+PROMPT = r"[\s\S]*demo \w+\S*> "
+
+
+@posix
+def test_the_tree_is_walked_in_a_chat(tmp_path):
+    words = ["--mode", "auto", "--sandbox", "off", "-p", "demo"]
+    terminal = Terminal(tmp_path, *words)
+    terminal.read_until("demo auto")
+    typed(terminal, ("create fib.py that prints the first 10 Fibonacci numbers", "I wrote fib.py" + PROMPT),
+          ("/label it is there", "is called it is there" + PROMPT), ("/label", "needs a name" + PROMPT),
+          ("run echo two", "exit status 0[^>]*" + PROMPT))
+    tree = typed(terminal, ("/tree", r"you are here" + PROMPT))
+    assert re.search(r"\* [0-9a-f]{8}  you: create fib.py", tree) and "[it is there]" in tree
+    typed(terminal, ("/rewind nowhere", "no entries" + PROMPT), ("/rewind", "number, or nothing[^:]*: "),
+          ("", PROMPT), ("/rewind", "number, or nothing[^:]*: "), ("7", "no number '7'" + PROMPT),
+          ("/rewind", r"1  create fib.py[\s\S]*number, or nothing[^:]*: "))
+    shown = typed(terminal, ("1", r"\[c/f/b/N\] "))
+    assert "fib.py" in shown and "shell commands changed is not covered" in shown
+    assert (tmp_path / "workspace/fib.py").exists()
+    undo = re.search(r"(/rewind [0-9a-f]{8}) undoes", typed(terminal, ("b", r"\| create fib.py[\s\S]*> ")))[1]
+    assert not (tmp_path / "workspace/fib.py").exists()
+    terminal.send("\x15")                     # the text that is offered is not wanted
+    typed(terminal, ("run echo three", "exit status 0[^>]*" + PROMPT), (undo, r"\[c/f/b/N\] "),
+          ("", "Nothing was changed" + PROMPT), (undo, r"\[c/f/b/N\] "), ("b", "undoes" + PROMPT))
+    assert (tmp_path / "workspace/fib.py").exists()
+    typed(terminal, ("/rewind it is there", "undoes" + PROMPT), ("/exit", "exit"))
+    assert terminal.exit_status() == 0
+    terminal = Terminal(tmp_path, *words, "-c")                # the leaf survives an exit
+    terminal.read_until("demo auto")
+    tree = typed(terminal, ("/tree", "you are here" + PROMPT))
+    assert re.search(r"\[it is there\]  <- you are here", tree) and "three" in tree
+    assert "I ran `echo two`" in tree
+    typed(terminal, ("/fork", r"you work in \S+\.json" + PROMPT))
+    typed(terminal, ("/resume", r"1  [0-9a-f]{8}[\s\S]*: "), ("1", r"On with the session" + PROMPT))
+    shown = typed(terminal, ("/status", "session: " + PROMPT))
+    current = re.search(r"_([0-9a-f]{8})\.jsonl", shown)[1]
+    typed(terminal, (f"/resume {current}", "in that session already" + PROMPT),
+          ("/resume zzzz", "0 sessions" + PROMPT), ("/exit", "exit"))
+    assert terminal.exit_status() == 0
+    listed = cli(tmp_path, "--sessions").stdout.splitlines()
+    assert len(listed) == 2 and all("create fib.py" in one for one in listed)
+    listed = [json.loads(one) for one in cli(tmp_path, "--sessions", "--json").stdout.splitlines()]
+    assert [len(one["id"]) for one in listed] == [8, 8] and Path(listed[0]["file"]).exists()
+
+
+# ─── Export and inspection ───────────────────────────────────────────────────────────────────────
+
+def test_the_tree_shows_the_active_path_straight_down():
+    session = Session(cwd="/x")
+    u1, a1, u2, _ = talk(session, "u1", "a1", "u2", "a2")
+    session.append("label", label="end")
+    session.set_leaf(u1.id)
+    session.append(AssistantMessage("b1", stop_reason="error", error_message="x"))
+    lines = [re.sub("[0-9a-f]{8}", "ID", line) for line in ta.draw_tree(session)]
+    assert lines == ["* ID  you: u1", "  ID    model: a1", "  ID    you: u2", "  ID    model: a2  [end]",
+                     "* ID  model: (error) b1  <- you are here"]
+
+
+def test_a_tree_of_many_turns_is_drawn():
+    session = Session(cwd="/x")
+    talk(session, *["x"] * 20_000)
+    assert len(ta.draw_tree(session)) == 20_000
 
 
 # ─── Settings and main ───────────────────────────────────────────────────────────────────────────

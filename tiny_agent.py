@@ -34,6 +34,7 @@ Map: each section uses only those above it, so the file reads once from top to b
     Part II, the front ends
       Showing events            terminal text, JSON lines, asking the person
       Commands                  the chat's slash commands
+      Export and inspection     the tree, the list of sessions, why it was decided so
       Settings and main         flags, environment, .env; one-shot and chat
 
 Words, each with one meaning everywhere:
@@ -1713,6 +1714,7 @@ def fit(value: object, kind: object) -> object:
 MAX_FILE = 20_000_000         # bytes that read_file and grep will look at
 MAX_KEPT = 100_000_000        # bytes of one command's output that are kept
 MAX_RESULT = 50_000           # characters of a result, whatever the budget
+MAX_BEFORE = 1_000_000        # bytes of a file's old text that the ledger keeps, for a rewind
 SKIPPED = {".git", ".hg", ".svn", "node_modules", "__pycache__", ".venv", "venv", ".tox", ".nox",
            ".mypy_cache", ".pytest_cache", ".ruff_cache"}
 GREP_SECONDS = 10
@@ -1829,6 +1831,23 @@ def left_out(characters: int, path: Path | None) -> str:
     return f"[{characters:,} characters left out here; the whole of it {where}]"
 
 
+def as_bytes(text: str | None) -> bytes | None:
+    """The bytes of a file whose text the ledger kept; None of None, which is no file."""
+    return None if text is None else text.encode("utf-8", "surrogateescape")
+
+
+def digest(data: bytes | None) -> str | None:
+    """The SHA-256 of bytes, None of None."""
+    import hashlib
+    return None if data is None else hashlib.sha256(data).hexdigest()
+
+
+def not_kept(details: dict) -> str:
+    """What the result of a change says if a rewind will not be able to undo it."""
+    why = details.get("uncovered")
+    return f"; its old text is not kept ({why}), so a rewind cannot bring it back" if why else ""
+
+
 def equal_lines(one: list[str], other: list[str]) -> int:
     """How many lines two lists have in common at their beginning."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
@@ -1925,6 +1944,35 @@ class Workspace:
             finally:
                 with contextlib.suppress(OSError):
                     os.unlink(where, dir_fd=folder)
+
+    def remove(self, real: Path) -> None:
+        """Removes a file, if it is there. Raises ToolError, OSError."""
+        with contextlib.suppress(FileNotFoundError), self.folder(real.parent) as folder:
+            os.unlink(real if folder is None else real.name, dir_fd=folder)
+
+    def undoing(self, real: Path, data: bytes | None) -> dict:
+        """What will undo it if a file gets these bytes (None: is removed), as `details`.
+
+        `before` is the text that is there now (None: no file), `after` the SHA-256 of the new
+        bytes (None: no file). Instead of a text that is not kept, `uncovered` says why.
+        """
+        old = self.read_bytes(real) if os.path.lexists(real) else None
+        text = None if old is None else old.decode("utf-8", "surrogateescape")
+        why = "" if text is None else \
+            f"larger than {MAX_BEFORE:,} bytes" if len(old) > MAX_BEFORE else \
+            "binary" if b"\0" in old else "holding a key" if mask(text) != text else ""
+        return {"path": self.name(real), "after": digest(data),
+                **({"uncovered": why} if why else {"before": text})}
+
+    def put(self, path: str, data: bytes | None) -> None:
+        """Gives a file these bytes, or removes it. Raises ToolError, OSError."""
+        real = self.resolve(path)
+        self.remove(real) if data is None else self.write_bytes(real, data)
+
+    def state(self, path: str) -> str | None:
+        """The SHA-256 of a file; None if there is none. Raises ToolError, OSError."""
+        real = self.resolve(path)
+        return digest(self.read_bytes(real)) if os.path.lexists(real) else None
 
     @contextlib.contextmanager
     def folder(self, real: Path) -> Iterator[int | None]:
@@ -2052,7 +2100,8 @@ class Workspace:
             room -= len(entry)
         last = offset + len(parts) - 1
         if last < len(lines) or offset > 1:
-            more = f"; read on with offset={last + 1}" if last < len(lines) else ""
+            more = f", {len(lines) - last} more: read on with offset={last + 1}" \
+                if last < len(lines) else ""
             parts.append(f"[lines {offset}-{last} of {len(lines)}{more}]")
         return "".join(parts)
 
@@ -2070,9 +2119,11 @@ class Workspace:
             raise ToolError(f"{path} holds bytes that are not UTF-8, and read_file shows them as "
                             "\ufffd; change it with replace_in_file, which keeps them")
         data = old.encode(old.in_style(content))
+        details = self.undoing(real, data)
         self.write_bytes(real, data)
         return Outcome(f"wrote {self.name(real)}: {count_of(len(content.splitlines()), 'line')}, "
-                       f"{len(data):,} bytes", details={"path": self.name(real), "diff": change})
+                       f"{len(data):,} bytes{not_kept(details)}",
+                       details={**details, "diff": change})
 
     @tool
     def replace_in_file(self, path: str, old: str, new: str) -> Outcome:
@@ -2084,10 +2135,11 @@ class Workspace:
         """
         real = self.resolve(path)
         file, text = self.replaced(path, old, new)
-        change = self.diff(path, text)
-        self.write_bytes(real, file.encode(text))
-        return Outcome(f"changed {self.name(real)}", details={"path": self.name(real),
-                                                              "diff": change})
+        change, data = self.diff(path, text), file.encode(text)
+        details = self.undoing(real, data)
+        self.write_bytes(real, data)
+        return Outcome(f"changed {self.name(real)}{not_kept(details)}",
+                       details={**details, "diff": change})
 
     def replaced(self, path: str, old: str, new: str) -> tuple[Text, str]:
         """(the file, its text with `old` replaced). Raises ToolError unless it occurs once."""
@@ -2257,7 +2309,7 @@ class Workspace:
                     yield Path(folder, name)
 
     @tool
-    def note(self, text: str) -> str:
+    def note(self, text: str) -> Outcome:
         """Keeps one line for later sessions, in AGENTS.md: a fact about this project, a wish.
 
         text: the line
@@ -2266,8 +2318,10 @@ class Workspace:
         old = Text(self.read_bytes(real) if os.path.lexists(real) else b"", "AGENTS.md")
         start = old.text if not old.text or old.text.endswith("\n") else old.text + "\n"
         line = " ".join(text.split())
-        self.write_bytes(real, old.encode(old.in_style(f"{start}- {line}\n")))
-        return "noted in AGENTS.md"
+        data = old.encode(old.in_style(f"{start}- {line}\n"))
+        details = self.undoing(real, data)
+        self.write_bytes(real, data)
+        return Outcome(f"noted in AGENTS.md{not_kept(details)}", details=details)
 
 
 # ── The sandbox for commands: bubblewrap, where it really works
@@ -3110,8 +3164,9 @@ class Hooks:
 
 FORMAT = 1
 NEEDED = {"header": {"version": int}, "message": {"message": dict},       # fields of the types
-          "compaction": {"summary": str, "first_kept_entry_id": str}}
-ON_BRANCH = {"message", "compaction", "clear_outputs"}      # entries that become the leaf
+          "compaction": {"summary": str, "first_kept_entry_id": str},
+          "clear_outputs": {}, "leaf": {}, "label": {}, "settings": {}}
+ON_BRANCH = {"header", "message", "compaction", "clear_outputs"}    # entries that become the leaf
 
 
 @dataclass(frozen=True)
@@ -3133,6 +3188,20 @@ class Entry:
         fixed = {"type": self.type, "id": self.id, "parent_id": self.parent_id,
                  "timestamp": self.timestamp}
         return mask(json.dumps({**fixed, **self.data}, default=str)) + "\n"
+
+    def file_changes(self) -> list[dict]:
+        """What a tool, or a rewind, did to files with this entry; see Workspace.undoing."""
+        found = self.data.get("files") if self.type == "leaf" else \
+            [self.message.details] if isinstance(self.message, ToolResultMessage) else []
+        return [change for change in found or () if isinstance(change, dict)
+                and isinstance(change.get("path"), str) and "after" in change]
+
+
+class Moment(typing.NamedTuple):
+    """Where a rewind leads: the leaf, how many entries there were, and a text to say anew."""
+    leaf: str
+    position: int
+    text: str
 
 
 def utc_now() -> str:
@@ -3159,6 +3228,8 @@ class Session:
         if cwd is not None:                  # None: the header is to be loaded
             self.append("header", version=FORMAT, cwd=cwd)
 
+    # ── The file
+
     @classmethod
     def new(cls, home: Path, workspace: Path) -> "Session":
         """A session of this workspace whose file will lie below <home>/sessions."""
@@ -3168,81 +3239,68 @@ class Session:
 
     @classmethod
     def load(cls, path: Path) -> "Session":
-        """The session of a file, ready to go on. Raises SessionError, OSError.
+        """The session of a file, ready to go on. Raises SessionError.
 
-        What is sound is loaded; `notes` names the lines that are not.
+        What is sound is loaded; `notes` names what is not.
         """
-        session, bad = cls(Path(path), None), []
+        session = cls(Path(path), None)
         if not session.path.is_file():
             raise SessionError(f"{path} is not a file")
         try:
-            data = session.path.read_bytes()
+            with open(path, "rb") as file:
+                session.open_file(os.O_RDWR)          # before it is read: nobody writes meanwhile
+                session.take_lines(file, Path(path).name)
         except OSError as error:
             raise SessionError(f"{path} cannot be read: {error.strerror}") from None
-        for number, line in enumerate(data.split(b"\n"), 1):
-            if line.strip() and not session.take_line(line):
-                bad.append(number)
-            if not session.entries and (bad or number > 1):
-                raise SessionError(f"{path} is not a session file of this program",
-                                   "its first line must be a header")
-        if not session.entries:
-            raise SessionError(f"{path} is empty, not a session file")
-        if bad:
-            session.notes.append(f"{path.name}: {count_of(len(bad), 'line')} could not be read and "
-                                 f"is skipped: {', '.join(map(str, bad[:5]))}")
-        session.torn = not data.endswith(b"\n")
-        session.open_file(os.O_RDWR)
+        except SessionError:
+            session.close()
+            raise
         return session
 
-    def take_line(self, line: bytes) -> bool:
-        """Adds the entry of a line of the file. False if there is none in it."""
+    def take_lines(self, file: Iterable[bytes], name: str) -> None:
+        """Adds the entries of the lines of a file; notes what is left out or put right."""
+        bad, lost, unknown, line = [], [], set(), b""
+        for number, line in enumerate(file, 1):
+            entry = self.take_line(line) if line.strip() else None
+            if entry is None and line.strip():
+                bad.append(number)
+            if not self.entries and (bad or number > 1):
+                raise SessionError(f"{name} is not a session file of this program",
+                                   "its first line must be a header")
+            if entry and entry.type not in NEEDED:
+                unknown.add(entry.type)
+            if entry and entry.type != "header" and entry.parent_id not in self.by_id:
+                lost.append(number)
+                entry = replace(entry, parent_id=self.entries[-1].id)
+            if entry:
+                self.add(entry)
+        if not self.entries:
+            raise SessionError(f"{name} is empty, not a session file")
+        self.torn = not line.endswith(b"\n")
+        if self.entries[0].data["version"] > FORMAT:
+            self.notes.append(f"{name} was written by a newer version of this program; what this "
+                              "one does not know is left out")
+        for what, found in (("lines that could not be read are skipped", bad),
+                            ("lines whose parent is not there follow the one before", lost),
+                            ("entries of unknown types are kept and ignored", sorted(unknown))):
+            if found:
+                more = f" and {len(found) - 5:,} more" if found[5:] else ""
+                self.notes.append(f"{name}: {what}: {', '.join(map(str, found[:5]))}{more}")
+
+    def take_line(self, line: bytes) -> Entry | None:
+        """The entry of a line of the file, if there is a sound and new one in it."""
         try:
-            data = json.loads(line.decode("utf-8"))
+            data = json.loads(line.strip(b"\0 \r\n").decode("utf-8"))
             entry = Entry(data.pop("type"), data.pop("id"), data.pop("parent_id"),
                           data.pop("timestamp"), data)
-            entry.message
+            entry.message                    # raises if there should be one and is none
             sound = isinstance(entry.id, str) and isinstance(entry.parent_id, str | None) and all(
                 isinstance(data[name], kind) for name, kind in NEEDED.get(entry.type, {}).items())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return False
+            return None
         if not sound or entry.id in self.by_id or (not self.entries) != (entry.type == "header"):
-            return False
-        if entry.data.get("version", 0) > FORMAT and entry.type == "header":
-            raise SessionError(f"{self.path} was written by a newer version of this program",
-                               "use that version to continue it")
-        if entry.type == "header":
-            entry = replace(entry, parent_id=None)
-        elif entry.parent_id not in self.by_id:                      # its parent's line is damaged
-            entry = replace(entry, parent_id=self.entries[-1].id)
-        self.add(entry)
-        return True
-
-    def append(self, what: Message | str, **data: object) -> Entry:
-        """Adds a message, or an entry of a type with its fields, to the leaf; writes it."""
-        if not isinstance(what, str):
-            what, data = "message", {"message": to_json(what)}
-        new_id = os.urandom(4).hex()
-        while new_id in self.by_id:
-            new_id = os.urandom(4).hex()
-        entry = Entry(what, new_id, self.leaf, utc_now(), data)
-        self.add(entry)
-        if self.handle is not None:
-            self.write(entry.to_line())
-        elif self.path and entry.message and entry.message.role == "assistant" \
-                and entry.message.stop_reason not in ("error", "aborted"):
-            self.open_file(os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-            self.write("".join(held.to_line() for held in self.entries))
-        return entry
-
-    def add(self, entry: Entry) -> None:
-        """Puts an entry into the tree in memory."""
-        self.entries.append(entry)
-        self.by_id[entry.id] = entry
-        self.below.setdefault(entry.parent_id, []).append(entry.id)
-        if entry.type in ON_BRANCH or entry.type == "header":
-            self.leaf = entry.id
-        elif entry.type == "leaf" and entry.parent_id in self.by_id:
-            self.leaf = entry.parent_id
+            return None
+        return replace(entry, parent_id=None) if entry.type == "header" else entry
 
     def open_file(self, flags: int) -> None:
         """Opens the file for appending. Raises SessionError if another process has it."""
@@ -3263,6 +3321,11 @@ class Session:
                                    "wait for it, or start a new session") from None
             except OSError:                  # a file system without locks
                 pass
+
+    def create(self) -> None:
+        """Makes the file, with all that was held until now."""
+        self.open_file(os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        self.write("".join(held.to_line() for held in self.entries))
 
     def write(self, text: str) -> None:
         """Appends whole lines with one write; on failure the session goes on in memory."""
@@ -3294,6 +3357,33 @@ class Session:
         """The path of the file, if there is one."""
         return str(self.path) if self.handle is not None else None
 
+    # ── The tree
+
+    def append(self, what: Message | str, **data: object) -> Entry:
+        """Adds a message, or an entry of a type, with more fields, to the leaf; writes it."""
+        if not isinstance(what, str):
+            what, data = "message", {"message": to_json(what), **data}
+        new_id = os.urandom(4).hex()
+        while new_id in self.by_id:
+            new_id = os.urandom(4).hex()
+        entry = Entry(what, new_id, self.leaf, utc_now(), data)
+        self.add(entry)
+        if self.handle is not None:
+            self.write(entry.to_line())
+        elif self.path and is_answer(entry):
+            self.create()
+        return entry
+
+    def add(self, entry: Entry) -> None:
+        """Puts an entry into the tree in memory."""
+        self.entries.append(entry)
+        self.by_id[entry.id] = entry
+        self.below.setdefault(entry.parent_id, []).append(entry.id)
+        if entry.type in ON_BRANCH:
+            self.leaf = entry.id
+        elif entry.type == "leaf" and entry.parent_id in self.by_id:
+            self.leaf = entry.parent_id
+
     def describe(self, **data: object) -> dict:
         """What the header tells; adds to it what it does not tell yet, before it is written."""
         header = self.entries[0]
@@ -3302,11 +3392,6 @@ class Session:
         header = replace(header, data={**header.data, **data, **kept})
         self.entries[0] = self.by_id[header.id] = header
         return header.data
-
-    def set_leaf(self, entry_id: str) -> None:
-        """Goes on from another entry; KeyError if there is none of this id."""
-        self.leaf = self.by_id[entry_id].id
-        self.append("leaf")
 
     def active_path(self) -> list[Entry]:
         """The branch: the entries from the header to the leaf."""
@@ -3319,6 +3404,110 @@ class Session:
     def children(self, entry_id: str | None) -> list[Entry]:
         """The entries that were added to this one, oldest first."""
         return [self.by_id[child] for child in self.below.get(entry_id, ())]
+
+    def labels(self) -> dict[str, str]:
+        """The labels: a name, and the id of the entry that it was last given to."""
+        return {entry.data["label"]: entry.parent_id for entry in self.entries
+                if entry.type == "label" and isinstance(entry.data.get("label"), str)}
+
+    def find(self, text: str) -> Entry:
+        """The entry that a label, an id, or the start of one means. Raises SessionError."""
+        text = self.labels().get(text, text)
+        found = [self.by_id[text]] if text in self.by_id else \
+            [entry for entry in self.entries if text and entry.id.startswith(text)]
+        if len(found) != 1:
+            raise SessionError(f"{len(found) or 'no'} entries of this session begin with "
+                               f"{brief(text, 60)!r}", "/tree shows the ids and labels")
+        return found[0]
+
+    # ── Going back
+
+    def moment(self, entry: Entry) -> Moment:
+        """Where a rewind to an entry leads.
+
+        To a message of the person: before it. To a rewind: before that, which undoes it. To
+        anything else: on it.
+        """
+        position = next(i for i, other in enumerate(self.entries) if other is entry)
+        if isinstance(entry.message, UserMessage):
+            typed = entry.data.get("typed")
+            own = entry.message.content[:typed if isinstance(typed, int) else None]
+            return Moment(entry.parent_id, position, own)
+        if entry.type == "leaf" and entry.data.get("from_id") in self.by_id:
+            return Moment(entry.data["from_id"], position, "")
+        return Moment(entry.id if entry.type in ON_BRANCH else entry.parent_id, position + 1, "")
+
+    def set_leaf(self, entry_id: str, files: Iterable[dict] = ()) -> Entry:
+        """Goes on from another entry; KeyError if there is none of this id.
+
+        `files` are changes that are made to files with it; see Workspace.undoing.
+        """
+        data = {"from_id": self.leaf, **({"files": list(files)} if files else {})}
+        self.leaf = self.by_id[entry_id].id
+        return self.append("leaf", **data)
+
+    def changes(self, position: int) -> dict[str, dict]:
+        """What was done to each file since there were so many entries, whatever the branch: what
+        it was before, and what it was left as."""
+        found: dict[str, dict] = {}
+        for entry in self.entries[position:]:
+            for change in entry.file_changes():
+                first = found.setdefault(change["path"], change)
+                found[change["path"]] = {**first, "after": change["after"]}
+        return found
+
+    def fork(self, home: Path | None) -> "Session":
+        """The branch, copied to a session with a file of its own that names its parent."""
+        header, *rest = self.active_path()
+        inside = {entry.id for entry in rest} | {header.id}
+        cwd = str(header.data.get("cwd", ""))
+        copy = Session.new(home, Path(cwd)) if home and cwd else Session(cwd=cwd)
+        first = copy.entries[0]
+        copy.describe(parent_session=self.path.stem if self.path else "", parent_entry_id=self.leaf,
+                      **{name: value for name, value in header.data.items()
+                         if name not in first.data})
+        labels = [entry for entry in self.entries
+                  if entry.type == "label" and entry.parent_id in inside]
+        for entry in rest + labels:
+            copy.add(replace(entry, parent_id=first.id) if entry.parent_id == header.id else entry)
+        if copy.path and any(map(is_answer, rest)):
+            copy.create()
+        return copy
+
+
+def is_answer(entry: Entry) -> bool:
+    """Is it a message of the model that came whole? With the first one the file is made."""
+    message = entry.message
+    return isinstance(message, AssistantMessage) and message.stop_reason not in ("error", "aborted")
+
+
+class Listed(typing.NamedTuple):
+    """A session in a list: its file, when it was last written (Unix time), and what is in it."""
+    path: Path
+    modified: float
+    messages: int
+    first: str
+
+    @property
+    def id(self) -> str:
+        """The short id, which finds the session again."""
+        return self.path.stem.rpartition("_")[2]
+
+
+def list_sessions(home: Path, workspace: Path) -> list[Listed]:
+    """The sessions of a workspace, the last one first. No file is loaded as a whole."""
+    found = []
+    for path in sessions_folder(home, workspace).glob("*.jsonl"):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            messages, first = 0, ""
+            for line in file:
+                if re.match(rb'\{"type": ?"message"', line):
+                    messages += 1
+                    entry = None if first else Session().take_line(line)
+                    first = entry.message.content if entry else first
+            if messages:
+                found.append(Listed(path, path.stat().st_mtime, messages, brief(first, 80)))
+    return sorted(found, key=lambda one: (one.modified, one.path.name), reverse=True)
 
 
 def sessions_folder(home: Path, workspace: Path) -> Path:
@@ -3365,33 +3554,61 @@ or test it, if there is a way to. Do what was asked, no more; then say briefly w
 The program around you decides what may be done, by rules and modes that the person has set, and \
 may ask the person. So always attempt the tool you need; never ask for permission in words. If a \
 call is denied, explain what you wanted and why, and do not work around it. The modes: {modes}. \
-The mode is now {mode}."""
+The mode is now {mode}. Today is {date}."""
 
 
 def system_prompt(workspace: Workspace, mode: str) -> str:
     """The system prompt of a new session: who, where, how, and the notes of AGENTS.md."""
     import platform
-    text = SYSTEM_PROMPT.format(folder=workspace.root, mode=mode, system=platform.system(),
-                                modes="; ".join(f"{m}: {what}" for m, what in MODES.items()))
+    text = SYSTEM_PROMPT.format(folder=workspace.root, system=platform.system(),
+                                modes="; ".join(f"{m}: {what}" for m, what in MODES.items()),
+                                **facts(workspace, mode))
     with contextlib.suppress(ToolError, OSError):
         notes = shown(Text(workspace.read_bytes(workspace.resolve("AGENTS.md")), "AGENTS.md").text)
         text += "\n\nAGENTS.md, the notes of this folder:\n" + notes.strip()[:workspace.limit]
     return text
 
 
-MODE_NOTE = "\n\n[note from the program: the mode is now {}]"
+# ── What changes meanwhile
+# The system prompt stays as it is, so the news join the person's next message, each as a marked
+# line. Its entry says in `told` what the model knows from then on, and in `typed` how much of the
+# text is the person's own.
+
+NOTE = "\n\n[note from the program: {}]"
+FACTS = {"mode": "the mode is now {}", "date": "today is {}",
+         "notes": "AGENTS.md has changed since you saw it"}
 
 
-def told_mode(entries: Iterable[Entry], first: str) -> str:
-    """The mode that the model was last told, if at first it was told this one."""
-    told = re.compile(re.escape(MODE_NOTE).replace(r"\{\}", r"(\w+)") + r"\Z")
-    for entry in entries:
-        if isinstance(entry.message, UserMessage) and (found := told.search(entry.message.content)):
-            first = found[1]
-    return first
+def facts(workspace: Workspace, mode: str) -> dict[str, str]:
+    """What the model is told and may change: the mode, the date, a digest of the notes."""
+    notes = None
+    with contextlib.suppress(ToolError, OSError):
+        notes = workspace.state("AGENTS.md")
+    return {"mode": mode, "date": time.strftime("%Y-%m-%d"), "notes": notes or ""}
+
+
+def told_facts(entries: Iterable[Entry], header: dict) -> dict:
+    """What the model was last told, by what it still sees of a branch and by the header."""
+    told = {name: header.get(name) for name in FACTS}
+    for entry in visible_part(list(entries))[1]:
+        told |= news if isinstance(news := entry.data.get("told"), dict) else {}
+        for change in entry.file_changes():
+            if change["path"] == "AGENTS.md":
+                told["notes"] = change["after"]
+    return told
 
 
 SUMMARY_HEAD = "Summary of the conversation so far:\n\n"
+
+
+def visible_part(entries: list[Entry]) -> tuple[Entry | None, list[Entry]]:
+    """(the last compaction on a branch, the entries that it kept and those since)"""
+    last = next((entry for entry in reversed(entries) if entry.type == "compaction"), None)
+    if last is None:
+        return None, entries
+    kept = next((place for place, entry in enumerate(entries)
+                 if entry.id == last.data["first_kept_entry_id"]), entries.index(last))
+    return last, entries[kept:]
 
 
 def project(entries: Iterable[Entry]) -> list[Message]:
@@ -3401,14 +3618,8 @@ def project(entries: Iterable[Entry]) -> list[Message]:
     left out with their calls. Results follow their calls, in the order of the calls; a call
     without one gets one that says so, a result without a call is dropped.
     """
-    entries = list(entries)
-    messages: list[Message] = []
-    last = next((e for e in reversed(entries) if e.type == "compaction"), None)
-    if last:
-        kept = next((i for i, e in enumerate(entries) if e.id == last.data["first_kept_entry_id"]),
-                    entries.index(last))
-        entries = entries[kept:]
-        messages.append(UserMessage(SUMMARY_HEAD + str(last.data["summary"])))
+    last, entries = visible_part(list(entries))
+    messages: list[Message] = [UserMessage(SUMMARY_HEAD + last.data["summary"])] if last else []
     spoken = [entry.message for entry in entries if entry.message]
     results: dict[tuple[int, str], ToolResultMessage] = {}     # by the place of the call's message
     caller: dict[str, int] = {}                                # the last message with a call's id
@@ -3458,6 +3669,14 @@ def nobody_to_ask(question: Question) -> str:
     return f"nobody can be asked here. The person can allow it with {question.flags}"
 
 
+class FileBack(typing.NamedTuple):
+    """What a rewind would do to a file: give it the text `before` (None: remove it), unless
+    `problem` says why not. `foreign`: somebody else has changed it since."""
+    before: str | None
+    problem: str
+    foreign: bool
+
+
 class Agent:
     """A model at work in a workspace: `for event in agent.run("task"): ...`
 
@@ -3487,6 +3706,7 @@ class Agent:
         self.open_calls: list[ToolCall] = []     # of the last reply, without a result yet
         if self.home and session.path:
             self.workspace.outputs = self.home / "outputs" / session.path.stem
+        self.asides: list[str] = []          # what the model is told with the next message
         self.warned: set[str] = set()        # what was said once and need not be said again
         self.problem = ""                    # why the audit cannot be written, if it cannot
         self.totals: dict = {}
@@ -3494,6 +3714,51 @@ class Agent:
     def stop(self) -> None:
         """Stops the run at once; from any thread or a signal handler."""
         self.abort.set()
+
+    def files_back(self, moment: Moment) -> dict[str, FileBack]:
+        """What a rewind would do to files, by their paths; only to those that would change."""
+        found = {}
+        for path, change in self.session.changes(moment.position).items():
+            before, why = change.get("before"), change.get("uncovered", "")
+            if "before" not in change or not isinstance(before, str | None):
+                found[path] = FileBack(None, why or "its old text is not in the ledger", False)
+                continue
+            try:
+                now = self.workspace.state(path)
+            except (ToolError, OSError) as error:
+                found[path] = FileBack(None, str(error), False)
+                continue
+            if now != digest(as_bytes(before)):
+                found[path] = FileBack(before, "", now != change["after"])
+        return found
+
+    def rewind(self, moment: Moment, files: dict[str, FileBack], *, conversation: bool = True,
+               paths: Iterable[str] = ()) -> list[str]:
+        """Goes back: the conversation, these files, or both; gives what failed, in sentences.
+
+        It is in the ledger before a file is touched, with what undoes it. What the model could
+        not know of its files is told with the next message.
+        """
+        records, failed = {}, []
+        for path in paths:
+            try:
+                records[path] = self.workspace.undoing(self.workspace.resolve(path),
+                                                       as_bytes(files[path].before))
+            except (ToolError, OSError) as error:
+                failed.append(f"{path} stays as it is: {error}")
+        self.session.set_leaf(moment.leaf if conversation else self.session.leaf,
+                              records.values())
+        for path in list(records):
+            try:
+                self.workspace.put(path, as_bytes(files[path].before))
+            except (ToolError, OSError) as error:
+                failed.append(f"{path} stays as it is: {error}")
+                del records[path]
+        what = "files were brought back" if not conversation else "later changes stayed in"
+        told = records if not conversation else files.keys() - records.keys()
+        if told:
+            self.asides.append(f"the person went back; {what}: {', '.join(sorted(told))}")
+        return failed
 
     # ── A run
 
@@ -3509,17 +3774,15 @@ class Agent:
                        "cached_tokens": 0, "cost": None, "seconds": 0.0}
         tools = [tool_schema(function) for function in self.tools.values()]
         self.told = self.session.describe(
-            system=system_prompt(self.workspace, self.mode), mode=self.mode, tools=tools,
-            own_address=self.provider.has_own_address())
+            system=system_prompt(self.workspace, self.mode), tools=tools,
+            own_address=self.provider.has_own_address(), **facts(self.workspace, self.mode))
         if not all(isinstance(told, dict) and told.keys() >= {"name", "description", "parameters"}
                    for told in self.told["tools"]):
             self.told = {**self.told, "tools": tools}        # a damaged header
         yield RunStart(self.session.file, self.provider.name, self.provider.model, self.mode,
                        str(self.workspace.root))
         yield from self.warnings(self.hooks.call("run_start", task)[1])
-        mode = told_mode(self.session.active_path(), self.told["mode"])
-        yield from self.record(UserMessage(
-            task + (MODE_NOTE.format(self.mode) if mode != self.mode else "")))
+        yield from self.hear(task)
         try:
             reason, error = yield from self.turns()
         finally:
@@ -3549,9 +3812,19 @@ class Agent:
                 return "stop", None
         return "max_steps", None
 
-    def record(self, message: Message) -> Iterator[Event]:
+    def hear(self, text: str) -> Iterator[Event]:
+        """A message of the person, with what is new since the last one."""
+        text, now = mask(text), facts(self.workspace, self.mode)
+        told = told_facts(self.session.active_path(), self.told)
+        news = {name: value for name, value in now.items() if told[name] != value}
+        notes = [FACTS[name].format(value) for name, value in news.items()] + self.asides
+        self.asides = []
+        more = {"told": news, "typed": len(text)} if notes else {}
+        yield from self.record(UserMessage(text + "".join(map(NOTE.format, notes))), **more)
+
+    def record(self, message: Message, **more: object) -> Iterator[Event]:
         """A message that is there at once: into the ledger, then told."""
-        self.session.append(message)
+        self.session.append(message, **more)
         yield MessageStart(message)
         yield MessageEnd(message)
 
@@ -4052,6 +4325,28 @@ def describe(agent: Agent) -> str:
             f"{agent.mode} mode, {sandbox}, in {agent.workspace.root}")
 
 
+def age(seconds: float) -> str:
+    """How long ago, in a word or two."""
+    for length, unit in ((86_400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= length:
+            return count_of(int(seconds / length), unit) + " ago"
+    return "just now"
+
+
+def session_in_short(one: Listed) -> str:
+    """A session in a line: id, age, length, first words."""
+    return (f"{one.id}  {age(time.time() - one.modified):14}  "
+            f"{count_of(one.messages, 'message'):14}  {one.first}")
+
+
+def remarks(session: Session, workspace: Workspace) -> list[str]:
+    """What a person should know about a session that was loaded."""
+    recorded = session.entries[0].data.get("cwd")
+    if not recorded or recorded == str(workspace.root):
+        return session.notes
+    return [*session.notes, f"the session was recorded in another folder, {recorded}"]
+
+
 COMMANDS: dict[str, Callable[["Chat", str], None]] = {}
 
 
@@ -4109,6 +4404,63 @@ class Chat:
         else:
             with contextlib.suppress(KeyboardInterrupt):
                 watch(self.agent, text, self.screen, self.screen.show)
+
+
+    def go_on(self, session: Session) -> None:
+        """Leaves the session for another one."""
+        self.agent.session.close()
+        self.agent.begin(session)
+
+    def ask(self, question: str) -> str:
+        """What the person types at a question; "" for Ctrl-C and Ctrl-D."""
+        try:
+            return input(question).strip()
+        except (EOFError, KeyboardInterrupt):
+            self.screen.say()
+            return ""
+
+    def agrees(self, question: str) -> bool:
+        return self.ask(f"{question} [y/N] ").lower() in ("y", "yes")
+
+    def pick(self, choices: list[tuple[object, str]]) -> object | None:
+        """What the person picks from a numbered list, the last one first; None for nothing."""
+        if not choices:
+            self.screen.say("There is nothing to choose from.")
+            return None
+        for number, (_, text) in enumerate(choices, 1):
+            self.screen.say(f"  {number:3}  {brief(text, 100)}")
+        answer = self.ask("Which one? A number, or nothing to leave it: ")
+        if not answer:
+            return None
+        if not answer.isdecimal() or not 1 <= int(answer) <= len(choices):
+            raise UsageError(f"there is no number {brief(answer, 40)!r} in the list")
+        return choices[int(answer) - 1][0]
+
+    def ask_about_files(self, files: dict[str, FileBack]) -> str:
+        """Shows what a rewind would do to files; c, f or b: conversation, files, or both."""
+        for path, file in files.items():
+            what = f"cannot be brought back: {file.problem}" if file.problem else \
+                "to be removed, it was not there" if file.before is None else \
+                f"to get back its {count_of(len(file.before.splitlines()), 'line')}"
+            other = "; somebody else has changed it since" if file.foreign else ""
+            self.screen.say(f"  {path}: {what}{other}", RED if file.problem else "")
+        self.screen.say("  What shell commands changed is not covered.", DIM)
+        if all(file.problem for file in files.values()):
+            return "c"
+        return self.ask("Bring back the (c)onversation only, the (f)iles only, (b)oth, or "
+                        "nothing? [c/f/b/N] ").lower()[:1]
+
+    def offer(self, text: str) -> None:
+        """Shows a text of the person's and puts it at the next prompt, where that can be."""
+        self.screen.say("Your message was:")
+        self.screen.say("\n".join("  | " + line for line in fold(text).split("\n")))
+        with contextlib.suppress(ImportError):
+            import readline
+            if "\n" not in text:
+                def put() -> None:
+                    readline.insert_text(text)
+                    readline.set_startup_hook()
+                readline.set_startup_hook(put)
 
 
 @slash
@@ -4174,17 +4526,169 @@ def status_(chat: Chat, rest: str) -> None:
 
 
 @slash
+def rewind_(chat: Chat, rest: str) -> None:
+    """/rewind [ID]: go back to an entry, or to a message you pick, and bring files back"""
+    session = chat.agent.session
+    entry = session.find(rest) if rest else chat.pick(
+        [(entry, entry.message.content) for entry in session.active_path()
+         if isinstance(entry.message, UserMessage)])
+    if entry is None:
+        return
+    moment = session.moment(entry)
+    files = chat.agent.files_back(moment)
+    what = chat.ask_about_files(files) if files else "c"
+    if what not in ("c", "f", "b"):
+        chat.screen.say("Nothing was changed.")
+        return
+    paths = [path for path, file in files.items() if not file.problem and what in "fb"]
+    foreign = [path for path in paths if files[path].foreign]
+    if foreign and not chat.agrees("Somebody else has changed these since: "
+                                   f"{', '.join(foreign)}. Overwrite them too?"):
+        paths = [path for path in paths if path not in foreign]
+    for problem in chat.agent.rewind(moment, files, conversation=what in "cb", paths=paths):
+        chat.screen.say(problem, RED)
+    files_too = f", with {count_of(len(paths), 'file')}" if paths else ""
+    chat.screen.say(f"Went back{files_too}. /rewind {session.entries[-1].id} undoes it.")
+    if moment.text and what in "cb":
+        chat.offer(moment.text)
+
+
+@slash
+def label_(chat: Chat, rest: str) -> None:
+    """/label NAME: give the place where you are a name, for /rewind NAME"""
+    if not rest:
+        raise UsageError("a label needs a name", "/label NAME")
+    chat.agent.session.append("label", label=rest)
+    chat.screen.say(f"This place is called {rest}; /rewind {rest} leads here.")
+
+
+@slash
+def fork_(chat: Chat, rest: str) -> None:
+    """/fork: go on in a new file that holds a copy of this branch"""
+    session = chat.agent.session
+    chat.go_on(session.fork(None if session.path is None else chat.settings.home))
+    chat.screen.say("The branch was copied; from here on you work in "
+                    f"{chat.agent.session.file or 'the copy, which has no file yet'}.")
+
+
+@slash
 def new_(chat: Chat, rest: str) -> None:
     """/new: a new session; the old one stays in its file"""
-    chat.agent.session.close()
-    chat.agent.begin(chat.settings.new_session(chat.agent.workspace.root))
+    chat.go_on(chat.settings.new_session(chat.agent.workspace.root))
     chat.screen.say("A new session.")
+
+
+@slash
+def resume_(chat: Chat, rest: str) -> None:
+    """/resume [ID]: go on with another session of this workspace"""
+    home, here = chat.settings.home, chat.agent.session.path
+    if not rest:
+        others = [one for one in list_sessions(home, chat.agent.workspace.root)
+                  if one.path != here]
+        one = chat.pick([(one, session_in_short(one)) for one in others])
+        if one is None:
+            return
+    path = find_session(home, rest) if rest else one.path
+    if here and path.resolve() == here.resolve():
+        raise UsageError("you are in that session already", "/resume lists the others")
+    session = Session.load(path)
+    try:
+        provider, _ = chat.settings.provider(session)
+    except AgentError:
+        session.close()
+        raise
+    chat.agent.provider = provider
+    chat.go_on(session)
+    for note in remarks(session, chat.agent.workspace):
+        chat.screen.say(f"warning: {note}", RED)
+    chat.screen.say(f"On with the session {path.stem}: "
+                    f"{count_of(len(project(session.active_path())), 'message')}.")
 
 
 @slash
 def exit_(chat: Chat, rest: str) -> None:
     """/exit: leave (so do exit, quit and Ctrl-D)"""
     chat.leaving = True
+
+
+# ─── Export and inspection ───────────────────────────────────────────────────────────────────────
+# Looking at what is there, without changing it: the tree of a session, the list of sessions, how
+# the rules decide. What can be seen is text; pages for a browser are not built yet.
+
+def in_short(entry: Entry) -> str:
+    """An entry in a few words; "" for one that needs none in the tree."""
+    message = entry.message
+    if entry.type == "compaction":
+        return f"compaction: {entry.data['summary']}"
+    if entry.type == "clear_outputs":
+        return "older outputs were cleared"
+    if isinstance(message, UserMessage):
+        return f"you: {message.content}"
+    if isinstance(message, AssistantMessage):
+        calls = ", ".join(call_in_short(call.name, call.arguments) for call in message.tool_calls)
+        failed = f"({message.stop_reason}) " * (message.stop_reason in ("error", "aborted"))
+        return f"model: {failed}{' '.join(filter(None, (message.content.strip(), calls)))}"
+    return ""
+
+
+def draw_tree(session: Session) -> list[str]:
+    """A session as lines, the active path, marked `*`, straight down; what leaves it, indented.
+
+    Results are left out, unless the tree parts there.
+    """
+    active = {entry.id for entry in session.active_path()}
+    names: dict[str, list[str]] = {}
+    for label, entry_id in session.labels().items():
+        names.setdefault(entry_id, []).append(label)
+    drawn, waiting = [], [(session.entries[0], 0)]
+    while waiting:
+        entry, column = waiting.pop()
+        below = [child for child in session.children(entry.id) if child.type in ON_BRANCH]
+        text = in_short(entry)
+        if text or len(below) > 1 or entry.id == session.leaf or entry.id in names:
+            text = text or {"header": "the beginning"}.get(entry.type, "result")
+            marks = "".join(f"  [{label}]" for label in names.get(entry.id, ()))
+            here = "  <- you are here" if entry.id == session.leaf else ""
+            drawn.append(f"{'*' if entry.id in active else ' '} {entry.id}  {'  ' * column}"
+                         f"{brief(text, 72)}{marks}{here}")
+        on = next((child for child in below if child.id in active), below[0] if below else None)
+        waiting += [(child, column) for child in below if child is on]
+        waiting += [(child, column + 1) for child in reversed(below) if child is not on]
+    return drawn
+
+
+@slash
+def tree_(chat: Chat, rest: str) -> None:
+    """/tree: the session with its branches; `*` marks where you are"""
+    chat.screen.say("\n".join(draw_tree(chat.agent.session)))
+
+
+def print_sessions(settings: "Settings") -> int:
+    """Prints the sessions of the workspace, one a line, with --json one object each."""
+    found = list_sessions(settings.home, settings.folder())
+    for one in found:
+        print(json.dumps({"id": one.id, "file": str(one.path), "modified": one.modified,
+                          "messages": one.messages, "first": one.first})
+              if settings.flags.json else visible(session_in_short(one)))
+    if not found:
+        print(f"no session of {settings.folder()} yet", file=sys.stderr)
+    return 0
+
+
+def print_why(settings: "Settings") -> int:
+    """Prints how the rules decide about a call; returns 0 for allow, 1 for deny, 3 for ask."""
+    name, target = settings.flags.why
+    workspace = Workspace(settings.folder())
+    one_of("tool", name, workspace.tools())
+    decision = decide(name, {TARGETS.get(name, "path"): target}, settings.mode,
+                      rules=settings.rules, workspace=workspace, sandbox=settings.sandbox_state())
+    if settings.flags.json:
+        print(json.dumps({"decision": decision.decision, "reason": decision.reason,
+                          "rule": str(decision.rule) if decision.rule else None,
+                          "parts": decision.parts}))
+    else:
+        print(visible("\n".join(explain(decision))))
+    return {"allow": 0, "deny": 1, "ask": 3}[decision.decision]
 
 
 # ─── Settings and main ───────────────────────────────────────────────────────────────────────────
@@ -4284,6 +4788,8 @@ class Settings:
         parser.add_argument("-c", "--continue", dest="go_on", action="store_true",
                             help="go on with the last session of this workspace")
         parser.add_argument("-r", "--resume", metavar="ID|FILE", help="go on with this session")
+        parser.add_argument("--sessions", action="store_true",
+                            help="list the sessions of this workspace")
         parser.add_argument("--why", metavar=("TOOL", "TARGET"), nargs=2,
                             help="print how the rules decide; run nothing")
         parser.add_argument("--version", action="version", version=f"tiny_agent {VERSION}")
@@ -4425,28 +4931,14 @@ def main(words: list[str] | None = None) -> int:
         return 1
 
 
-def print_why(settings: Settings) -> int:
-    """Prints how the rules decide about a call; returns 0 for allow, 1 for deny, 3 for ask."""
-    name, target = settings.flags.why
-    workspace = Workspace(settings.folder())
-    one_of("tool", name, workspace.tools())
-    decision = decide(name, {TARGETS.get(name, "path"): target}, settings.mode,
-                      rules=settings.rules, workspace=workspace, sandbox=settings.sandbox_state())
-    if settings.flags.json:
-        print(json.dumps({"decision": decision.decision, "reason": decision.reason,
-                          "rule": str(decision.rule) if decision.rule else None,
-                          "parts": decision.parts}))
-    else:
-        print(visible("\n".join(explain(decision))))
-    return {"allow": 0, "deny": 1, "ask": 3}[decision.decision]
-
-
 def run_program(settings: Settings, screen: Screen) -> int:
     """Puts the parts together and runs a task or a chat; returns the exit status."""
     import shutil
     import textwrap
     if settings.flags.why:
         return print_why(settings)
+    if settings.flags.sessions:
+        return print_sessions(settings)
     task = settings.task()
     if not task and (settings.flags.json or not can_ask()):
         raise UsageError("there is no task", "give one as argument or through a pipe; a chat needs "
@@ -4459,11 +4951,8 @@ def run_program(settings: Settings, screen: Screen) -> int:
                   max_steps=settings.max_steps, sandbox=settings.sandbox_state())
     if can_ask():
         agent.approve = asker(agent, screen)
-    for note in session.notes:
+    for note in remarks(session, workspace):
         screen.say(f"warning: {note}", RED)
-    recorded = session.entries[0].data.get("cwd")
-    if recorded and recorded != str(workspace.root):
-        screen.say(f"warning: the session was recorded in another folder, {recorded}", RED)
     screen.say(describe(agent), DIM)
     if provider.name == "demo":
         keys = ", ".join(p.key_env for p in PROVIDERS.values() if p.key_env)
