@@ -2339,7 +2339,7 @@ from tiny_agent import *
 calls = [[("write_file", {"path": f"f{n % 3}.txt", "content": f"{n}\\n" * 500})] for n in range(40)]
 home, folder = Path(sys.argv[2]) / "home", Path(sys.argv[2])
 agent = Agent(ScriptedProvider([*calls, "done"]), Workspace(folder), mode="auto", home=home,
-              session=Session.new(home, folder), max_steps=50)
+              session=Session.new(home, folder), max_steps=50, budget=10**6)
 for event in agent.run("go"):
     if isinstance(event, MessageEnd):
         print(json.dumps(to_json(event.message)), flush=True)
@@ -2361,7 +2361,7 @@ def test_a_run_that_is_killed_loses_nothing_that_was_told(tmp_path, moment):
     path = ta.newest_session(tmp_path / "home", tmp_path)
     session = Session.load(path)
     assert [ta.to_json(e.message) for e in session.active_path() if e.message][:len(told)] == told
-    agent = ta.Agent(ScriptedProvider(["fine"]), Workspace(tmp_path), session=session)
+    agent = ta.Agent(ScriptedProvider(["fine"]), Workspace(tmp_path), session=session, budget=10**6)
     assert list(agent.run("go on"))[-1].answer == "fine"
     sent = agent.provider.requests[0]["messages"]
     calls = [call.id for m in sent if isinstance(m, AssistantMessage) for call in m.tool_calls]
@@ -2454,7 +2454,7 @@ PROJECTIONS = {      # the messages of a branch, what a model sees as "role text
                                      ["user q", "user r"]),
     "empty replies are left out": ([U("q"), A_(" \n"), U("r")], ["user q", "user r"]),
     "a missing result": ([U("q"), A_("", "1", "2"), R("1", "x"), U("r")],
-                         ["user q", "assistant ", "1 x", "2 not run: there is no result of this call",
+                         ["user q", "assistant ", "1 x", "2 " + ta.NO_RESULT,
                           "user r"]),
     "a result without a call": ([U("q"), R("9"), A_("a")], ["user q", "assistant a"]),
     "a result twice": ([U("q"), A_("", "1"), R("1", "x"), R("1", "y"), U("r")],
@@ -2492,6 +2492,158 @@ def test_the_last_summary_stands_in_front_of_what_is_kept():
     assert seen(session) == [f"user {ta.SUMMARY_HEAD}S2", "user u3", "assistant a3", "user u4"]
     session.set_leaf(u2.id)
     assert seen(session) == ["user u1", "assistant a1", "user u2"]
+
+
+# What stands on a branch, in short: "u text", "a text", "a text|1,2" with calls, "r 1 text",
+# "clear 3 50" (clears up to the entry 3, clips later outputs to 50), "cut 3" (keeps from entry 3).
+
+def branch(*lines) -> Session:
+    session = Session(cwd="/x")
+    made = []
+    for text in lines:
+        kind, _, rest = text.partition(" ")
+        if kind == "u":
+            made.append(session.append(U(rest)))
+        elif kind == "a":
+            words, _, calls = rest.partition("|")
+            made.append(session.append(A_(words, *filter(None, calls.split(",")))))
+        elif kind == "r":
+            made.append(session.append(R(*rest.split(" ", 1))))
+        elif kind == "clear":
+            last, clip = (rest + " ").split(" ")[:2]
+            made.append(session.append("clear_outputs", clip=int(clip) if clip else None,
+                                       last_cleared_entry_id=made[int(last)].id if last else None))
+        elif kind == "cut":
+            made.append(session.append("compaction", summary="S", first_kept_entry_id=made[int(rest)].id))
+        elif kind == "back":
+            session.set_leaf(made[int(rest)].id)
+    return session
+
+
+BIG = "x" * 1000
+SUM = f"user {ta.SUMMARY_HEAD}S"
+GONE = "[cleared to save room: 1,000 characters; call the tool again if you need them]"
+PASTS = {
+    "outputs are cleared up to an entry": (
+        ["u q", "a |1", f"r 1 {BIG}", "a |2", f"r 2 {BIG}", "clear 2"],
+        ["user q", "assistant ", f"1 {GONE}", "assistant ", f"2 {BIG}"]),
+    "short outputs stay": (["u q", "a |1", "r 1 ok", "clear 2"], ["user q", "assistant ", "1 ok"]),
+    "what comes after is not cleared": (
+        ["u q", "a |1", f"r 1 {BIG}", "clear 2", "a |2", f"r 2 {BIG}"],
+        ["user q", "assistant ", f"1 {GONE}", "assistant ", f"2 {BIG}"]),
+    "recent outputs are clipped": (
+        ["u q", "a |1", f"r 1 {BIG}", "clear  300", "a |2", f"r 2 {BIG}"],
+        ["user q", "assistant ", f"1 {'x' * 100}\n[clipped to save room: 700 characters more]\n{'x' * 200}",
+         "assistant ", f"2 {BIG}"]),
+    "cleared twice": (
+        ["u q", "a |1", f"r 1 {BIG}", "a |2", f"r 2 {BIG}", "clear 2 500", "a b", "clear 4"],
+        ["user q", "assistant ", f"1 {GONE}", "assistant ", f"2 {GONE}", "assistant b"]),
+    "an entry that is not there clears nothing": (
+        ["u q", "a |1", f"r 1 {BIG}", "clear 2", "back 2", "a b"],
+        ["user q", "assistant ", f"1 {BIG}", "assistant b"]),
+    "a summary in front of what is kept": (["u 1", "a 1", "u 2", "a 2", "cut 2", "u 3"],
+                                           [SUM, "user 2", "assistant 2", "user 3"]),
+    "inside a task": (["u 1", "a |1", "r 1 x", "a |2", "r 2 y", "cut 3", "a b"],
+                      [SUM, "assistant ", "2 y", "assistant b"]),
+    "the last of several": (["u 1", "a 1", "u 2", "cut 2", "a 2", "u 3", "a 3", "cut 5"],
+                            [SUM, "user 3", "assistant 3"]),
+    "a branch that leaves before it": (["u 1", "a 1", "u 2", "a 2", "cut 2", "back 1", "u 3"],
+                                       ["user 1", "assistant 1", "user 3"]),
+    "a branch that leaves among what is kept": (["u 1", "a 1", "u 2", "a 2", "cut 2", "back 4", "u 3"],
+                                                [SUM, "user 2", "assistant 2", "user 3"]),
+    "a rewind into the middle of a turn": (["u 1", "a |1,2", "r 1 x", "r 2 y", "a b", "back 2", "u 2"],
+                                           ["user 1", "assistant ", "1 x", "2 " + ta.NO_RESULT, "user 2"]),
+    "outputs that were cleared before a summary": (
+        ["u q", "a |1", f"r 1 {BIG}", "clear 2", "u 2", "a 2", "cut 1"],
+        [SUM, "assistant ", f"1 {GONE}", "user 2", "assistant 2"])}
+
+
+@pytest.mark.parametrize("lines, expected", PASTS.values(), ids=PASTS)
+def test_the_past_is_shown_as_the_ledger_says(lines, expected):
+    session = branch(*lines)
+    assert seen(session) == expected == seen(session)
+
+
+@pytest.mark.parametrize("data", [{}, {"clip": "x", "last_cleared_entry_id": 3}, {"clip": -5}])
+def test_odd_entries_that_clear_do_no_harm(data):
+    session = branch("u q", "a |1", f"r 1 {BIG}")
+    session.append("clear_outputs", **data)
+    assert len(seen(session)) == 3 and seen(session)[2].startswith("1 x")
+
+
+def test_a_summary_of_what_is_not_there_keeps_what_follows():
+    session = branch("u 1", "a 1")
+    session.append("compaction", summary="S", first_kept_entry_id="gone")
+    talk(session, "2")
+    assert seen(session) == [SUM, "user 2"]
+
+
+def used(text, tokens, output=5):
+    return AssistantMessage(text, usage=ta.Usage(input_tokens=tokens, output_tokens=output))
+
+
+def test_the_estimate_goes_from_what_the_provider_counted_last():
+    session = branch("u q")
+    assert ta.estimate(session.active_path(), 100) == 100 + ta.size_of(U("q"))
+    session.append(used("a", 1000))
+    assert ta.estimate(session.active_path(), 100) == 1005
+    session.append(U("x" * 400))
+    assert ta.estimate(session.active_path(), 100) == 1005 + ta.size_of(U("x" * 400)) < 1120
+    session.append(AssistantMessage("half", stop_reason="error", usage=ta.Usage(input_tokens=9)))
+    assert ta.estimate(session.active_path(), 100) > 1100                    # a failure counts nothing
+    kept = session.append(used("b", 2000))
+    for change in ({"what": "compaction", "summary": "S", "first_kept_entry_id": kept.id},
+                   {"what": "clear_outputs"}):
+        session.append(**change)                                             # the past has changed
+        assert ta.estimate(session.active_path(), 100) < 300
+        session.append(used("c", 3000))
+        assert ta.estimate(session.active_path(), 100) == 3005
+
+
+CUTS = {     # a branch, what it may keep in tokens, the place where it is cut (the header is 0)
+    "between tasks": (["u " + BIG, "a " + BIG, "u " + BIG, "a x"], 300, 3),
+    "nothing fits, so the last place": (["u x", "a x", "u " + BIG], 10, 3),
+    "inside a task": (["u x", "a |1", f"r 1 {BIG}", "a |2", f"r 2 {BIG}"], 300, 4),
+    "never between a call and its result": (["u x", "a |1,2", "r 1 x", f"r 2 {BIG}"], 10, 2),
+    "nor at a word between them": (["u x", "a |1", "u y", f"r 1 {BIG}"], 10, 2),
+    "a call that never got a result holds nothing up": (["u x", "a |1", "u y", "a z"], 10, 3),
+    "nothing but the first message": (["u x"], 10, None), "nothing at all": ([], 10, None),
+    "all of it fits": (["u x", "a y", "u z"], 10 ** 6, None),
+    "only what came since the last summary": (["u x", "a y", "u z", "a z", "cut 2", "u q", "a r"], 10, 6)}
+
+
+@pytest.mark.parametrize("lines, keep, place", CUTS.values(), ids=CUTS)
+def test_where_a_conversation_is_cut(lines, keep, place):
+    assert ta.find_cut(branch(*lines).active_path(), keep) == place
+
+
+def test_cuts_of_a_long_branch_are_found_in_linear_time():
+    session = branch("u x", *(line for n in range(4000) for line in (f"a |{n}", f"r {n} ok")))
+    start = time.process_time()
+    assert ta.find_cut(session.active_path(), 100) > 7900
+    assert time.process_time() - start < 20               # a square of it would take hours
+
+
+def test_clearing_keeps_the_recent_outputs_and_clips_them_if_they_are_huge():
+    lines = ["u q", *(line for n in range(9) for line in (f"a |{n}", f"r {n} {BIG}"))]
+    session = branch(*lines)
+    plan = ta.plan_clearing(session.active_path(), 600)
+    session.append("clear_outputs", **plan)
+    results = [text.partition(" ")[2] for text in seen(session) if text[0].isdigit()]
+    assert results == [GONE] * 7 + [BIG] * 2 and plan["clip"] is None
+    plan = ta.plan_clearing(branch(*lines[:3]).active_path(), 60)
+    assert plan["clip"] == 240 and plan["last_cleared_entry_id"]
+
+
+def test_the_files_of_a_branch_are_listed_by_code():
+    session = Session(cwd="/x")
+    calls = (ToolCall("1", "read_file", {"path": "a"}), ToolCall("2", "read_file", {"path": "no"}),
+             ToolCall("3", "write_file", {"path": "./b"}))
+    session.append(AssistantMessage(tool_calls=calls, stop_reason="tool_use"))
+    session.append(ToolResultMessage("1", "read_file", "text"))
+    session.append(ToolResultMessage("2", "read_file", "there is no file", True))
+    session.append(ToolResultMessage("3", "write_file", "wrote", details={"path": "b", "after": "0"}))
+    assert ta.files_touched(session.active_path()) == {"read": ["a"], "changed": ["b"]}
 
 
 def test_the_system_prompt_says_where_and_how_and_holds_the_notes(tmp_path):
@@ -2843,6 +2995,215 @@ def test_a_window_smaller_than_the_budget_is_told_once(tmp_path, serve):
                                                         "/v1/chat/completions"]
 
 
+# ── Room in the context
+
+def crowded(folder, replies, rounds=8, size=2000, **more):
+    """An agent with some tasks behind it, of two messages each, and these replies to come."""
+    agent = ta.Agent(ScriptedProvider(replies), Workspace(folder), mode="auto",
+                     session=new_session(folder), **{"budget": 6000, **more})
+    for number in range(rounds):
+        talk(agent.session, f"task {number} " + "t" * size, f"answer {number} " + "a" * size)
+    return agent
+
+
+def test_a_summary_takes_the_place_of_what_is_old(tmp_path):
+    agent = crowded(tmp_path, ["## Goal\nTo test.", "fine"])
+    events = list(agent.run("the new task"))
+    assert (events[-1].answer, events[-1].totals["compactions"]) == ("fine", 1)
+    done = of(ta.Compaction, events)[0]
+    assert done.reason == "budget" and done.after < done.before / 2 and done.error is None
+    asked, sent = agent.provider.requests
+    assert asked["messages"][-1].content.startswith("Do not go on with the task") and asked["tools"]
+    assert [m.content[:6] for m in asked["messages"][:2]] == ["task 0", "answer"]      # the same conversation
+    assert sent["messages"][0].content.startswith(ta.SUMMARY_HEAD + "## Goal\nTo test.")
+    assert sent["messages"][-1].content == "the new task" and "task 7" in sent["messages"][-3].content
+    assert agent.session.by_id[done.first_kept_entry_id].message == sent["messages"][1]
+    assert said(agent.session)[0].startswith("task 0")                     # nothing left the ledger
+
+
+def test_a_second_summary_carries_the_first_on(tmp_path):
+    agent = crowded(tmp_path, ["FIRST", "fine", "SECOND", "fine"])
+    list(agent.run("one"))
+    talk(agent.session, *["more " + "m" * 6000] * 6)
+    list(agent.run("two"))
+    asked, sent = agent.provider.requests[2:]
+    assert "FIRST" in asked["messages"][0].content and "SECOND" in sent["messages"][0].content
+    assert "FIRST" not in str(sent["messages"])
+
+
+def test_a_long_task_is_cut_inside_and_keeps_the_persons_words(tmp_path):
+    (tmp_path / "long.txt").write_text("l" * 80 + "\n" * 3)
+    words = "do exactly this: " + "w" * 3000
+    reads = [[("write_file", {"path": f"f{n}.txt", "content": "c" * 4000})] for n in range(6)]
+    agent = ta.Agent(ScriptedProvider(lambda messages, tools: "THE SUMMARY" if "Do not go on" in str(
+        messages[-1].content) else reads.pop(0) if reads else "fine"),
+        Workspace(tmp_path), mode="auto", budget=5500)
+    events = list(agent.run(words))
+    assert events[-1].answer == "fine" and len(of(ta.Compaction, events)) >= 1
+    first = agent.provider.requests[-1]["messages"][0].content
+    assert "THE SUMMARY" in first and first.endswith(f"word for word\n{words}")
+    assert "## Files changed\n- f0.txt" in first
+    for sent in agent.provider.requests:
+        ids = [call.id for m in sent["messages"] if isinstance(m, AssistantMessage) for call in m.tool_calls]
+        assert ids == [m.tool_call_id for m in sent["messages"] if isinstance(m, ToolResultMessage)]
+
+
+def test_old_outputs_are_cleared_before_anything_is_summarised(tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 70 + "\n" * 1)
+    (tmp_path / "b.txt").write_text(("b" * 70 + "\n") * 100)
+    reads = [[("read_file", {"path": "b.txt", "offset": n + 1})] for n in range(12)]
+    agent = ta.Agent(ScriptedProvider([*reads, "fine"]), Workspace(tmp_path), budget=9000)
+    events = list(agent.run("read"))
+    cleared = of(ta.Compaction, events)
+    assert events[-1].answer == "fine" and 1 <= len(cleared) <= 5           # not again in every turn
+    assert all(one.after < one.before and one.first_kept_entry_id is None for one in cleared)
+    last = [m.content for m in agent.provider.requests[-1]["messages"] if isinstance(m, ToolResultMessage)]
+    assert last[0].startswith("[cleared to save room") and last[-1].startswith("    12\tbbb")
+    assert sum("cleared" in text for text in results(agent)) == 0          # the ledger has them all
+
+
+USELESS = {"a failure": (ProviderError("server", "busy here"), "the summary failed: busy here"),
+           "nothing": ("  ", "the summary is empty"),
+           "a call": ([("note", {"text": "x"})], "a tool was called"),
+           "half of it": (AssistantMessage("half", stop_reason="length"), "was cut off"),
+           "more than there was": ("s" * 99_000, "does not make it smaller")}
+
+
+@pytest.mark.parametrize("reply, problem", USELESS.values(), ids=USELESS)
+def test_a_summary_that_is_no_good_is_told_and_not_used(tmp_path, quick, reply, problem):
+    agent = crowded(tmp_path, [reply, [("note", {"text": "y"})], "fine", "next"])
+    events = list(agent.run("the new task"))
+    assert events[-1].answer == "fine" and problem in of(ta.Compaction, events)[0].error
+    assert len(of(ta.Compaction, events)) == 1                             # not again in each turn
+    assert agent.provider.requests[1]["messages"][0].content.startswith("task 0")
+    assert not [e for e in agent.session.entries if e.type == "compaction"]
+    assert len(of(ta.Warned, events)) == 1 and "--budget" in of(ta.Warned, events)[0].message
+    assert list(agent.run("again"))[-1].answer == "next"                   # nothing has changed
+
+
+def too_long(**more):
+    return ProviderError("overflow", "prompt is too long", **more)
+
+
+def test_what_is_too_long_for_the_model_is_compacted_and_sent_once_more(tmp_path):
+    agent = crowded(tmp_path, [too_long(), "THE SUMMARY", "fine"], budget=100_000)
+    events = list(agent.run("the new task"))
+    assert (events[-1].answer, [c.reason for c in of(ta.Compaction, events)]) == ("fine", ["overflow"])
+    assert not of(ta.Retry, events) and events[-1].totals["turns"] == 1
+    asked = agent.provider.requests[1]                                     # the same would be too long again
+    assert asked["tools"] == [] and "Person: task 0" in asked["messages"][0].content
+    assert "THE SUMMARY" in agent.provider.requests[2]["messages"][0].content
+
+
+def test_twice_too_long_ends_the_run_and_the_next_one_works(tmp_path):
+    agent = crowded(tmp_path, [too_long(), "S", too_long(), "fine"], budget=100_000)
+    events = list(agent.run("one"))
+    assert events[-1].error["kind"] == "overflow" and len(agent.provider.requests) == 3
+    assert list(agent.run("two"))[-1].answer == "fine"
+
+
+def test_too_long_with_nothing_to_leave_out_is_an_error(tmp_path):
+    events, agent = run_agent([too_long()], tmp_path)
+    assert events[-1].error["kind"] == "overflow" and len(agent.provider.requests) == 1
+    assert "nothing older" in of(ta.Compaction, events)[0].error
+
+
+def test_a_request_for_a_summary_that_is_too_long_itself_is_cut(tmp_path):
+    agent = crowded(tmp_path, [too_long(), too_long(), "S", "fine"], budget=3500, rounds=40)
+    events = list(agent.run("the new task"))
+    assert events[-1].answer == "fine"
+    sizes = [sum(len(m.content) for m in r["messages"]) for r in agent.provider.requests]
+    assert sizes[1] < 3500 * 4 + 3000 and sizes[2] < sizes[1] / 2
+    assert "characters left out" in agent.provider.requests[2]["messages"][0].content
+
+
+def test_the_window_that_an_error_names_bounds_the_budget(tmp_path, serve):
+    server = serve(error_reply(400, {"error": {"message": "prompt is too long: 9000 tokens > 8192 maximum"}}),
+                   says("S"), says("fine"))
+    agent = ta.Agent(host(server), Workspace(tmp_path), budget=100_000)
+    talk(agent.session, *["x" * 5000] * 8)
+    events = list(agent.run("go"))
+    assert events[-1].answer == "fine" and agent.provider.window == 8192
+    assert agent.room() == 8192 - 2048
+
+
+def test_compacting_by_hand(tmp_path):
+    agent = crowded(tmp_path, ["S", "fine"], rounds=3)
+    events = list(agent.compact("the colour is red"))
+    assert [e.type for e in events] == ["compaction"] and events[0].reason == "manual"
+    assert "keep in mind: the colour is red" in agent.provider.requests[0]["messages"][-1].content
+    assert "nothing older" in list(agent.compact())[-1].error or len(agent.provider.requests) == 2
+
+
+def test_stopping_while_a_summary_is_written_ends_the_run(tmp_path):
+    agent = crowded(tmp_path, [lambda *_: agent.stop() or ProviderError("aborted", "stopped")])
+    events = list(agent.run("go"))
+    assert trace(events[-2:]) == "run_end aborted aborted\nrun_settled" and not of(ta.Compaction, events)
+
+
+def test_a_budget_that_is_too_small_is_said(tmp_path):
+    events, _ = run_agent(["fine"], tmp_path, budget=500)
+    assert "budget of 500 tokens is too small" in of(ta.Warned, events)[0].message
+    assert events[-1].answer == "fine"
+
+
+def test_over_http_the_prefix_stays_byte_for_byte(tmp_path, serve):
+    """A long task with a small budget, an exit and a resume: requests only grow at their end,
+    but for where the ledger says that the past was changed."""
+    (tmp_path / "b.txt").write_text(("b" * 70 + "\n") * 60)
+    calls = [stream_of(call_delta(0, f"c{n}", "read_file", json.dumps({"path": "b.txt", "offset": n % 50 + 1})),
+                       delta("tool_calls")) for n in range(30)]
+    server = serve(*calls, says("done"), says("after the resume"))
+    session = new_session(tmp_path)
+    agent = ta.Agent(host(server), Workspace(tmp_path), mode="auto", budget=14_000, session=session,
+                     max_steps=50)
+    events = list(agent.run("read it"))
+    session.close()
+    later = ta.Agent(host(server), Workspace(tmp_path), mode="plan", budget=14_000,
+                     session=Session.load(session.path))
+    events += list(later.run("and now?"))
+    changes, request = {}, 0
+    for event in events:
+        if isinstance(event, ta.TurnStart):
+            request += 1
+        elif isinstance(event, ta.Compaction):
+            changes[request] = event
+    bodies = [body for _, _, body in server.requests]
+    assert len(bodies) == request == 32 and 1 <= len(changes) <= 6
+    assert len({json.dumps(body["tools"]) for body in bodies}) == 1
+    for number, (before, after) in enumerate(zip(bodies, bodies[1:]), 1):
+        start = json.dumps(before["messages"])[:-1]
+        assert json.dumps(after["messages"]).startswith(start) is (number not in changes), number
+
+
+# ── The same again and again
+
+def test_the_same_call_with_the_same_result_is_remarked_upon_and_then_ends_the_run(tmp_path):
+    events, agent = run_agent([[("find_files", {"pattern": "*.x"})]] * 9, tmp_path)
+    assert ["times in a row" in text for text in results(agent)] == [False, False, True, True, True]
+    assert events[-1].reason == "max_steps" and "5 times in a row" in events[-1].error["message"]
+
+
+@pytest.mark.parametrize("calls", [
+    [("shell", {"command": f"echo {n}"}) for n in range(7)],                  # other arguments
+    [("shell", {"command": "cat n; echo x >> n"})] * 7,                         # another result
+    [("find_files", {"pattern": "*.x"}), ("find_files", {"pattern": "*.y"})] * 4], ids=[
+        "other arguments", "another result", "in turns"])
+def test_what_differs_is_no_repetition(tmp_path, calls):
+    (tmp_path / "n").write_text("")
+    events, agent = run_agent([*([call] for call in calls), "fine"], tmp_path)
+    assert events[-1].answer == "fine" and not any("in a row" in text for text in results(agent))
+
+
+@posix
+def test_the_time_that_a_command_takes_makes_no_difference(tmp_path):
+    events, agent = run_agent([[("shell", {"command": "sleep 0.$(wc -l < n); echo >> n"})]] * 9, tmp_path)
+    assert events[-1].reason in ("max_steps", "error")
+    (tmp_path / "n").write_text("")
+    events, agent = run_agent([[("shell", {"command": "sleep 0.$(wc -l < n); echo >> n"})]] * 9, tmp_path)
+    assert events[-1].reason == "max_steps" and len(results(agent)) == 5
+
+
 # ── Going back, with files
 
 def edited(folder, *calls, **files):
@@ -3192,6 +3553,23 @@ def test_the_tree_is_walked_in_a_chat(tmp_path):
     assert len(listed) == 2 and all("create fib.py" in one for one in listed)
     listed = [json.loads(one) for one in cli(tmp_path, "--sessions", "--json").stdout.splitlines()]
     assert [len(one["id"]) for one in listed] == [8, 8] and Path(listed[0]["file"]).exists()
+
+
+@posix
+def test_a_chat_is_compacted_and_its_context_is_shown(tmp_path):
+    session = new_session(tmp_path)
+    talk(session, *[f"{n} " + "w" * 3000 for n in range(8)])
+    session.close()
+    terminal = Terminal(tmp_path, "-p", "demo", "-r", str(session.path), "-w", str(tmp_path))
+    terminal.read_until("demo ask")
+    shown = typed(terminal, ("/context", r"a compaction now would put[\s\S]*" + PROMPT))
+    assert re.search(r"your messages +3,\d\d\d  #+", shown) and re.search(r"tools +\d+  #", shown)
+    shown = typed(terminal, ("/compact be brief", r"compacted: about [\d,]+ tokens became" + PROMPT))
+    shown = typed(terminal, ("/context", r"of 16,000 tokens" + PROMPT))
+    assert re.search(r"summary +\d+  #", shown)
+    assert re.search(r"context: \d+% of 16,000", typed(terminal, ("/status", "last run" + PROMPT)))
+    terminal.send("\x04")
+    assert terminal.exit_status() == 0
 
 
 # ─── Export and inspection ───────────────────────────────────────────────────────────────────────

@@ -1476,6 +1476,8 @@ for _ in range({n}):
     print(a)
     a, b = b, a + b
 '''
+DEMO_SUMMARY = """## Goal
+See the messages that were kept. A scripted model cannot summarise; it only shows how it is done."""
 DEMO_HELP = """I am a scripted model, here to show the program at work without a key. I can
 
 - create fib.py that prints the first 10 Fibonacci numbers, then run it
@@ -1524,7 +1526,13 @@ def demo_run(task: re.Match) -> Generator:
     return f"I ran `{task['command']}`:\n\n{printed}"
 
 
+def demo_summary(task: re.Match) -> Generator:
+    yield from ()
+    return DEMO_SUMMARY
+
+
 DEMO = (
+    (r"^Do not go on with the task now", demo_summary),
     (r"(?P<path>[\w./-]+\.py)\b.*?(?P<count>\d+)? fibonacci", demo_fibonacci),
     (r"(?:count|how many) .*?lines.*? (?P<path>[\w./-]*\w)\W*$", demo_count),
     (r"where\W+(?:is |are )?(?:the )?(?:function |class )?(?P<name>\w+)\W+.*?defin", demo_find),
@@ -3542,8 +3550,11 @@ def find_session(home: Path, text: str) -> Path:
 # ─── Context ─────────────────────────────────────────────────────────────────────────────────────
 # What the model sees: a system prompt, made once a session, and a projection of the branch. It is
 # pure, so the same branch is always the same messages, and what was sent before is the beginning
-# of what is sent next: a provider's cache keeps working. What changes meanwhile, as the mode, is
-# told at the end, in the next message. Compaction is not built yet; its entries are understood.
+# of what is sent next: a provider's cache keeps working. Only two kinds of entries change the past,
+# when there is too much of it: clear_outputs, and compaction, which puts a summary in its place:
+#
+#     u1 a1 r1 a2 u2 a3 r3 a4 │ u3 a5 r5          the summary stands for what is left of the line;
+#     ╰───── summary ────────╯                    never between a call (a) and its result (r)
 
 SYSTEM_PROMPT = """You are tiny_agent, a coding agent. You work in the folder {folder} on {system} \
 with the tools you are given; paths are relative to that folder.
@@ -3620,7 +3631,7 @@ def project(entries: Iterable[Entry]) -> list[Message]:
     """
     last, entries = visible_part(list(entries))
     messages: list[Message] = [UserMessage(SUMMARY_HEAD + last.data["summary"])] if last else []
-    spoken = [entry.message for entry in entries if entry.message]
+    spoken = with_outputs_cleared(entries)
     results: dict[tuple[int, str], ToolResultMessage] = {}     # by the place of the call's message
     caller: dict[str, int] = {}                                # the last message with a call's id
     for place, message in enumerate(spoken):
@@ -3635,9 +3646,207 @@ def project(entries: Iterable[Entry]) -> list[Message]:
                 "error", "aborted") and (message.tool_calls or message.content.strip()):
             messages.append(message)
             messages += [results.get((place, call.id)) or ToolResultMessage(
-                call.id, call.name, "not run: there is no result of this call", True)
-                for call in message.tool_calls]
+                call.id, call.name, NO_RESULT, True) for call in message.tool_calls]
     return messages
+
+
+NO_RESULT = "no result: the run was interrupted before this call ended"
+SHORT_OUTPUT = 200           # characters; what is not longer is never cleared
+
+
+def with_outputs_cleared(entries: list[Entry]) -> list[Message]:
+    """The messages of entries, with outputs as the clear_outputs entries after them want it:
+    cleared up to `last_cleared_entry_id`, later ones clipped to `clip` characters."""
+    place_of = {entry.id: place for place, entry in enumerate(entries)}
+    messages, cleared, clip = [], -1, sys.maxsize
+    for place in range(len(entries) - 1, -1, -1):
+        entry, message = entries[place], entries[place].message
+        if entry.type == "clear_outputs":
+            cleared = max(cleared, place_of.get(entry.data.get("last_cleared_entry_id"), -1))
+            wanted = entry.data.get("clip")
+            clip = min(clip, max(wanted, SHORT_OUTPUT) if isinstance(wanted, int) else clip)
+        elif isinstance(message, ToolResultMessage):
+            length = len(message.content)
+            if place <= cleared and length > SHORT_OUTPUT:
+                message = replace(message, content=f"[cleared to save room: {length:,} characters; "
+                                  "call the tool again if you need them]")
+            elif length > clip:
+                head, tail = message.content[:clip // 3], message.content[-(clip * 2 // 3):]
+                message = replace(message, content=f"{head}\n[clipped to save room: "
+                                  f"{length - len(head) - len(tail):,} characters more]\n{tail}")
+        if message:
+            messages.append(message)
+    return messages[::-1]
+
+
+# ── How much it is
+# In tokens: what the provider counted last, and about four characters a token for what came since.
+
+CHARACTERS_A_TOKEN = 4
+
+
+def size_of(message: Message) -> int:
+    """About how many tokens a message takes."""
+    size = len(message.content) + 16
+    if isinstance(message, AssistantMessage):
+        size += sum(len(call.name) + 16 + len(json.dumps(call.arguments))
+                    for call in message.tool_calls)
+        size += len(json.dumps(message.provider_data)) if message.provider_data else 0
+    return size // CHARACTERS_A_TOKEN + 1
+
+
+def size_of_fixed(system: str, tools: list[dict]) -> int:
+    """About how many tokens the system prompt and the tools take."""
+    return (len(system) + len(json.dumps(tools))) // CHARACTERS_A_TOKEN
+
+
+def size_of_all(entries: Iterable[Entry]) -> int:
+    """About how many tokens the messages of a branch take, as they are shown."""
+    return sum(map(size_of, project(entries)))
+
+
+def estimate(entries: list[Entry], fixed: int) -> int:
+    """About how many tokens a request with this branch takes; `fixed` is size_of_fixed().
+
+    A count of the provider's is used only if the past has not been changed since.
+    """
+    since = 0
+    for entry in reversed(entries):
+        if entry.type in ("compaction", "clear_outputs"):
+            break
+        usage = entry.message.usage if is_answer(entry) else None
+        if usage and usage.input_tokens:
+            return usage.input_tokens + usage.output_tokens + since
+        since += size_of(entry.message) if entry.message else 0
+    return fixed + size_of_all(entries)
+
+
+# ── What gives way
+# First the cheap step, older outputs; they can be had again. If that is not enough, a summary.
+
+def first_recent(entries: list[Entry], keep: int, allowed: Callable[[int], bool]) -> int | None:
+    """The first allowed place from which on there are no more than `keep` tokens; if there are
+    more behind each of them, the last one. None if no place is allowed."""
+    found, size = None, 0
+    for place in range(len(entries) - 1, -1, -1):
+        size += size_of(entries[place].message) if entries[place].message else 0
+        if found is not None and size > keep:
+            break
+        if allowed(place):
+            found = place
+    return found
+
+
+def plan_clearing(entries: list[Entry], keep: int) -> dict:
+    """A clear_outputs entry that leaves about `keep` tokens of recent outputs, at least those of
+    the last calls; if these alone are more, they are clipped."""
+    entries = visible_part(entries)[1]
+    calls = [place for place, entry in enumerate(entries) if is_answer(entry)
+             and entry.message.tool_calls]
+    start = first_recent(entries, keep, lambda place: place <= (calls[-1] if calls else place)) or 0
+    outputs = [entry.message for entry in entries[start:]
+               if isinstance(entry.message, ToolResultMessage)]
+    long = [len(output.content) for output in outputs if len(output.content) > SHORT_OUTPUT]
+    too_much = sum(map(size_of, outputs)) > keep and long
+    return {"last_cleared_entry_id": entries[start - 1].id if start else None,
+            "clip": max(SHORT_OUTPUT, keep * CHARACTERS_A_TOKEN // len(long)) if too_much else None}
+
+
+def find_cut(entries: list[Entry], keep: int) -> int | None:
+    """The place of the first entry that a compaction keeps: a message of the person or the model,
+    with about `keep` tokens from there on, and no result that is cut off from its call. None if
+    nothing would be left out."""
+    start = len(entries) - len(visible_part(entries)[1])
+    caller: dict[str, int] = {}
+    answered: dict[int, int] = {}            # a message with calls -> the last of their results
+    for place, entry in enumerate(entries):
+        if is_answer(entry):
+            caller |= {call.id: place for call in entry.message.tool_calls}
+        elif isinstance(entry.message, ToolResultMessage) and entry.message.tool_call_id in caller:
+            answered[caller[entry.message.tool_call_id]] = place
+    allowed, open_until = set(), -1
+    for place, entry in enumerate(entries):
+        if place > max(start, open_until) and (
+                is_answer(entry) or isinstance(entry.message, UserMessage)):
+            allowed.add(place)
+        open_until = max(open_until, answered.get(place, -1))
+    place = first_recent(entries, keep, allowed.__contains__)
+    return place if place is not None and project(entries[start:place]) else None
+
+
+SUMMARY_REQUEST = """Do not go on with the task now. The older part of this conversation is about \
+to be replaced by a summary that you write: what it leaves out is forgotten. Answer with the \
+summary alone, as text, without calling a tool, in at most {words} words, under these headings, \
+with "none" where there is nothing:
+
+## Goal
+## Constraints and preferences
+## Done
+## In progress
+## Blocked
+## Decisions
+## Next steps
+## Critical facts
+
+Be exact about names, paths, numbers, commands and error messages. Carry on what still matters of \
+an earlier summary. The files that were read and changed, and the person's last message, are added \
+by the program.{wish}"""
+SUMMARY_SYSTEM = "You write a summary of the work of a coding agent, for that agent to go on from."
+
+
+def summary_request(room: int, wish: str) -> str:
+    """What the model is asked for."""
+    return SUMMARY_REQUEST.format(words=max(100, room // 8), wish=wish and
+                                  f"\n\nThe person asks to keep in mind: {wish}")
+
+
+def transcript(messages: Iterable[Message], limit: int) -> str:
+    """A conversation as a text of about `limit` characters at the most, its middle left out."""
+    def in_words(message: Message) -> str:
+        if isinstance(message, UserMessage):
+            return f"Person: {message.content}"
+        if isinstance(message, ToolResultMessage):
+            return f"Result of {message.tool_name}: {message.content}"
+        calls = [f"Call: {call.name} {json.dumps(call.arguments)}" for call in message.tool_calls]
+        return "\n".join([f"Model: {message.content}", *calls])
+
+    def short(text: str, most: int) -> str:
+        if len(text) <= most:
+            return text
+        left = len(text) - most
+        return f"{text[:most // 3]}\n[{left:,} characters left out]\n{text[-(most * 2 // 3):]}"
+    return short("\n\n".join(short(in_words(message), 4000) for message in messages), limit)
+
+
+def files_touched(entries: Iterable[Entry]) -> dict[str, list[str]]:
+    """The paths that were read, and those that were changed, by calls that succeeded."""
+    touched: dict[str, dict[str, None]] = {"read": {}, "changed": {}}
+    calls: dict[str, ToolCall] = {}
+    for entry in entries:
+        if is_answer(entry):
+            calls |= {call.id: call for call in entry.message.tool_calls}
+        elif isinstance(entry.message, ToolResultMessage) and not entry.message.is_error:
+            call = calls.get(entry.message.tool_call_id)
+            if call and call.name == "read_file" and isinstance(call.arguments, dict):
+                touched["read"][str(call.arguments.get("path"))] = None
+            for change in entry.file_changes():
+                touched["changed"][change["path"]] = None
+    return {kind: list(paths)[-100:] for kind, paths in touched.items()}
+
+
+def whole_summary(text: str, entries: list[Entry], place: int) -> str:
+    """The model's summary of what stands before a place, with what the program itself adds: the
+    files, and the person's last message word for word if it is not among what is kept."""
+    parts = [text.strip()]
+    for kind, paths in files_touched(entries[:place]).items():
+        if paths:
+            parts.append(f"## Files {kind}\n" + "\n".join(f"- {path}" for path in paths))
+    last = next((at for at in range(len(entries) - 1, -1, -1)
+                 if isinstance(entries[at].message, UserMessage)), place)
+    if last < place:
+        parts.append("## The person's last message, word for word\n"
+                     + entries[last].message.content)
+    return "\n\n".join(parts)
 
 
 # ─── Agent ───────────────────────────────────────────────────────────────────────────────────────
@@ -3649,6 +3858,22 @@ def project(entries: Iterable[Entry]) -> list[Message]:
 WAITS = (1, 2, 4, 8)         # seconds before a request is sent again, if the server names no time
 MOST_ATTEMPTS = 5            # of one request, whatever went wrong
 LONGEST_WAIT = 120           # seconds; a longer wait is not waited but reported
+ANSWER_RESERVE = 8_000       # tokens of a known window that are left for the answer, or a quarter
+REMARK_AFTER, END_AFTER = 3, 5       # calls in a row that are the same, with the same result
+
+
+def drained(events: Iterator) -> object:
+    """What a generator returns; what it yields is let go."""
+    while True:
+        try:
+            next(events)
+        except StopIteration as end:
+            return end.value
+
+
+def answer_reserve(window: int) -> int:
+    """Tokens of a context window that a request leaves free."""
+    return min(window // 4, ANSWER_RESERVE)
 
 
 @dataclass(frozen=True)
@@ -3677,6 +3902,11 @@ class FileBack(typing.NamedTuple):
     foreign: bool
 
 
+NO_TOTALS = {"turns": 0, "tool_calls": 0, "tool_failures": 0, "retries": 0, "compactions": 0,
+             "input_tokens": 0, "output_tokens": 0, "cached_tokens": 0, "cost": None,
+             "seconds": 0.0}
+
+
 class Agent:
     """A model at work in a workspace: `for event in agent.run("task"): ...`
 
@@ -3687,11 +3917,11 @@ class Agent:
     def __init__(self, provider: Provider, workspace: Workspace, *, mode: str = "ask",
                  rules: list[Rule] | None = None, approve: Callable = nobody_to_ask,
                  session: Session | None = None, home: Path | None = None, max_steps: int = 30,
-                 sandbox: str = "off"):
+                 budget: int = 16_000, sandbox: str = "off"):
         self.provider, self.workspace, self.mode = provider, workspace, mode
         self.rules = list(RULES if rules is None else rules)
         self.approve, self.home = approve, home
-        self.max_steps, self.sandbox = max_steps, sandbox
+        self.max_steps, self.budget, self.sandbox = max_steps, budget, sandbox
         self.hooks, self.abort = Hooks(), Abort()
         self.tools = workspace.tools()
         self.begin(session or Session())
@@ -3704,12 +3934,14 @@ class Agent:
         """Goes on with another session."""
         self.session = session
         self.open_calls: list[ToolCall] = []     # of the last reply, without a result yet
+        self.same: tuple = (None, 0)         # the last call with its result, and how many times
         if self.home and session.path:
             self.workspace.outputs = self.home / "outputs" / session.path.stem
         self.asides: list[str] = []          # what the model is told with the next message
         self.warned: set[str] = set()        # what was said once and need not be said again
         self.problem = ""                    # why the audit cannot be written, if it cannot
-        self.totals: dict = {}
+        self.totals = dict(NO_TOTALS)
+        self.futile: tuple = ()              # where a compaction brought nothing; up to which size
 
     def stop(self) -> None:
         """Stops the run at once; from any thread or a signal handler."""
@@ -3769,16 +4001,8 @@ class Agent:
 
     def events_of(self, task: str) -> Iterator[Event]:
         started, self.answer = time.monotonic(), ""
-        self.totals = {"turns": 0, "tool_calls": 0, "tool_failures": 0, "retries": 0,
-                       "compactions": 0, "input_tokens": 0, "output_tokens": 0,
-                       "cached_tokens": 0, "cost": None, "seconds": 0.0}
-        tools = [tool_schema(function) for function in self.tools.values()]
-        self.told = self.session.describe(
-            system=system_prompt(self.workspace, self.mode), tools=tools,
-            own_address=self.provider.has_own_address(), **facts(self.workspace, self.mode))
-        if not all(isinstance(told, dict) and told.keys() >= {"name", "description", "parameters"}
-                   for told in self.told["tools"]):
-            self.told = {**self.told, "tools": tools}        # a damaged header
+        self.totals, self.same = dict(NO_TOTALS), (None, 0)
+        self.prepare()
         yield RunStart(self.session.file, self.provider.name, self.provider.model, self.mode,
                        str(self.workspace.root))
         yield from self.warnings(self.hooks.call("run_start", task)[1])
@@ -3793,9 +4017,28 @@ class Agent:
         self.totals["seconds"] = round(time.monotonic() - started, 3)
         yield RunSettled(reason, error, self.answer, self.session.file, dict(self.totals))
 
+    def prepare(self, record: bool = True) -> None:
+        """Makes what is told with every request, once a session: system prompt and tools.
+
+        Not recorded, it is only what would be told if the session began now.
+        """
+        tools = [tool_schema(function) for function in self.tools.values()]
+        told = {"system": system_prompt(self.workspace, self.mode), "tools": tools,
+                "own_address": self.provider.has_own_address(),
+                **facts(self.workspace, self.mode)}
+        self.told = self.session.describe(**told) if record else \
+            {**told, **self.session.entries[0].data}
+        if not all(isinstance(told, dict) and told.keys() >= {"name", "description", "parameters"}
+                   for told in self.told["tools"]):
+            self.told = {**self.told, "tools": tools}        # a damaged header
+        self.fixed = size_of_fixed(self.told["system"], self.told["tools"])
+
     def turns(self) -> Iterator[Event]:
         """Takes turns until the model asks for nothing more; returns (reason, error)."""
         for turn in range(1, self.max_steps + 1):
+            yield from self.make_room("budget")
+            if self.abort.done:
+                break
             self.totals["turns"] = turn
             yield TurnStart(turn)
             message, error = yield from self.ask_model()
@@ -3810,6 +4053,13 @@ class Agent:
                 return "length", None
             if not message.tool_calls:
                 return "stop", None
+            if self.same[1] >= END_AFTER:
+                return "max_steps", {
+                    "kind": "max_steps", "message": f"gave up: the same call of {self.same[0][0]} "
+                    f"gave the same result {self.same[1]} times in a row",
+                    "hint": "say what should be done differently, or try another model"}
+        if self.abort.done:
+            return "aborted", ProviderError("aborted", "stopped by the person").to_json()
         return "max_steps", None
 
     def hear(self, text: str) -> Iterator[Event]:
@@ -3838,13 +4088,28 @@ class Agent:
     # ── The model
 
     def ask_model(self) -> Iterator[Event]:
-        """Sends the request until there is a reply or no hope; returns (message, error)."""
+        """Asks for the next message of the conversation; returns (message, error).
+
+        If it is too long for the model, it is compacted, and sent once more.
+        """
+        for last_try in (False, True):
+            message, error, begun = yield from self.with_retries(self.converse)
+            too_long = error is not None and error.kind == "overflow"
+            if last_try or not too_long or not (yield from self.make_room("overflow")):
+                break
+        if error is None:
+            yield from self.check_window()
+        elif not begun:
+            yield from self.record(message)
+        return message, error
+
+    def with_retries(self, send: Callable) -> Iterator[Event]:
+        """Sends a request until there is a reply or no hope; returns what `send` did."""
         failed: dict[tuple, int] = {}
         for attempt in itertools.count(1):
-            message, error, begun = yield from self.request()
+            message, error, begun = yield from send()
             if error is None:
-                yield from self.check_window()
-                return message, None
+                return message, None, begun
             same = error.kind, error.attempts            # failures of another kind count apart
             failed[same] = failed.get(same, 0) + 1
             delay = error.delay if error.delay is not None else \
@@ -3853,26 +4118,42 @@ class Agent:
             if over or delay > LONGEST_WAIT:
                 if not over:
                     error.hint = f"the server asks to wait {delay:,.0f} s; try again after that"
-                if not begun:
-                    yield from self.record(message)
-                return message, error
+                return message, error, begun
             self.totals["retries"] += 1
             yield Retry(attempt, round(delay, 3), {"kind": error.kind, "message": error.message})
             if not self.abort.sleep(delay):
                 error = ProviderError("aborted", "stopped by the person")
-                yield from self.record(replace(message, stop_reason="aborted",
-                                               error_message=error.message))
-                return message, error
+                return replace(message, stop_reason="aborted",
+                               error_message=error.message), error, False
 
-    def request(self) -> Iterator[Event]:
-        """Sends the request once; returns (message, error, had a message begun?).
+    def converse(self) -> Iterator[Event]:
+        """One request of the conversation; returns (message, error, had a message begun?).
 
         A message that began is in the ledger when this returns, as whole as it has become.
         """
+        try:
+            message, error, begun = yield from self.request(
+                self.told["system"], project(self.session.active_path()), self.told["tools"])
+        except BaseException:           # who watched has gone: keep what there is
+            self.session.append(replace(self.partial, stop_reason="aborted",
+                                        error_message="the run was closed"))
+            raise
+        if error is None:
+            self.answer = message.content.strip() or self.answer
+            self.open_calls = list(message.tool_calls)
+        if begun:
+            self.session.append(message)
+            yield MessageEnd(message)
+        yield from self.warnings([self.session.problem, self.problem])
+        return message, error, begun
+
+    def request(self, system: str, messages: list[Message],
+                tools: list[dict]) -> Iterator[Event]:
+        """Sends a request once and tells what comes; returns as converse() does."""
         begun, error, text = False, None, ""
         message = AssistantMessage(provider=self.provider.name, model=self.provider.model)
-        stream = self.provider.stream(self.told["system"], project(self.session.active_path()),
-                                      self.told["tools"], self.abort)
+        self.partial = message
+        stream = self.provider.stream(system, messages, tools, self.abort)
         try:
             for item in stream:
                 if not begun and not isinstance(item, Failed):
@@ -3882,26 +4163,15 @@ class Agent:
                     message, error = item.message, getattr(item, "error", None)
                     break
                 text += item.delta if isinstance(item, TextDelta) else ""
+                self.partial = replace(message, content=text)
                 yield item
         except Exception as problem:    # a provider may be anybody's code
             error = ProviderError("server", f"the provider failed: {type(problem).__name__}: "
                                   f"{problem}")
-            message = replace(message, content=text, stop_reason="error",
-                              error_message=error.message)
-        except BaseException:           # who watched has gone: keep what there is
-            self.session.append(replace(message, content=text, stop_reason="aborted",
-                                        error_message="the run was closed"))
-            raise
+            message = replace(self.partial, stop_reason="error", error_message=error.message)
         finally:
             stream.close()
         self.count(message.usage)
-        if error is None:
-            self.answer = message.content.strip() or self.answer
-            self.open_calls = list(message.tool_calls)
-        if begun:
-            self.session.append(message)
-            yield MessageEnd(message)
-        yield from self.warnings([self.session.problem, self.problem])
         return message, error, begun
 
     def count(self, usage: Usage | None) -> None:
@@ -3917,10 +4187,131 @@ class Agent:
             return
         self.warned.add("window")
         window = self.provider.find_window(self.abort)
-        if window and window < self.workspace.limit:
-            yield Warned(f"{self.provider.name} gives {self.provider.model} only {window:,} tokens "
-                         "and forgets older messages silently; set OLLAMA_CONTEXT_LENGTH=32768 for "
-                         "`ollama serve`, or a smaller --budget")
+        if window and window - answer_reserve(window) < self.budget:
+            yield Warned(f"{self.provider.name} gives {self.provider.model} only {window:,} "
+                         "tokens, so requests stay below the budget; for more set "
+                         "OLLAMA_CONTEXT_LENGTH=32768 for `ollama serve`")
+
+    # ── Room in the context
+
+    def room(self) -> int:
+        """Tokens that a request may take: the budget, or what a known window leaves; but more
+        than system prompt and tools take alone, since something must be said as well."""
+        window = self.provider.window
+        wanted = max(self.budget, self.fixed + self.budget // 2)
+        return min(wanted, window - answer_reserve(window)) if window else wanted
+
+    def use_of_budget(self) -> float:
+        """How full the context is: 1.0 is where it is compacted."""
+        self.prepare(record=False)
+        return estimate(self.session.active_path(), self.fixed) / max(1, self.room())
+
+    def compact(self, wish: str = "") -> Iterator[Event]:
+        """Compacts the conversation now, outside of a run, and yields what happens."""
+        self.abort = self.workspace.abort = Abort()
+        self.prepare()
+        yield from self.make_room("manual", wish)
+
+    def make_room(self, reason: str, wish: str = "") -> Iterator[Event]:
+        """Makes a request smaller, if it is over the budget or for another reason; returns
+        whether it did."""
+        entries, room = self.session.active_path(), self.room()
+        size = estimate(entries, self.fixed)
+        if self.fixed > self.budget // 2:
+            yield from self.warnings([f"the budget of {self.budget:,} tokens is too small: system "
+                                      f"prompt and tools alone take about {self.fixed:,}; give "
+                                      f"--budget {self.fixed * 4 // 1000 + 1}000 or more"])
+        if reason == "budget" and (size <= room or self.is_futile(size, room)):
+            return False
+        if reason == "overflow":
+            room = min(room, size * 2 // 3)
+        keep = min(room, size) // 3
+        if reason != "manual" and (yield from self.clear(reason, room * 3 // 4, keep)):
+            return True
+        can_send = reason != "overflow" and (
+            not self.provider.window or size < self.provider.window * 3 // 4)
+        data, problem = yield from self.summarise(entries, keep, summary_request(room, wish),
+                                                  min(room, size // 2), can_send)
+        if data:
+            entry = self.session.append("compaction", **data)
+            yield self.compacted(reason, size, entry.data["first_kept_entry_id"])
+            if self.size() > room:
+                yield from self.clear(reason, self.size(), keep)
+        elif not self.abort.done:
+            yield Compaction(reason, size, size, None, problem)
+        if self.size() > room and not self.abort.done:
+            self.futile = self.place_of_work(room), size + keep
+            yield from self.warnings([
+                f"the conversation takes about {self.size():,} tokens, more than the budget of "
+                f"{room:,}, and cannot be made smaller; a larger --budget, /rewind or /new helps"])
+        return bool(data)
+
+    def size(self) -> int:
+        return estimate(self.session.active_path(), self.fixed)
+
+    def place_of_work(self, room: int) -> tuple:
+        return self.provider.name, self.provider.model, room, self.session.entries[0].id
+
+    def is_futile(self, size: int, room: int) -> bool:
+        """Did compacting bring nothing, and has little changed since?"""
+        return bool(self.futile) and self.futile[0] == self.place_of_work(room) \
+            and size < self.futile[1]
+
+    def compacted(self, reason: str, before: int, first_kept: str | None) -> Event:
+        self.totals["compactions"] += 1
+        return Compaction(reason, before, self.size(), first_kept, None)
+
+    def clear(self, reason: str, target: int, keep: int) -> Iterator[Event]:
+        """The cheap step: older outputs are cleared, if that leads to the target in tokens;
+        returns whether it did."""
+        entries = self.session.active_path()
+        plan = plan_clearing(entries, keep)
+        trial = [*entries, Entry("clear_outputs", "", None, "", plan)]
+        before, after = size_of_all(entries), size_of_all(trial)
+        size = estimate(entries, self.fixed)
+        if after >= before or size * (self.fixed + after) // (self.fixed + before) > target:
+            return False
+        self.session.append("clear_outputs", **plan)
+        yield self.compacted(reason, size, None)
+        return True
+
+    def summarise(self, entries: list[Entry], keep: int, wanted: str, most: int,
+                  can_send: bool) -> Iterator[Event]:
+        """Has the older part summarised; returns (the data of a compaction entry or None, why
+        there is none).
+
+        It is asked for at the end of the same conversation, which the provider's cache knows; if
+        that cannot be sent, in a request of its own with at most so many tokens.
+        """
+        place = find_cut(entries, keep)
+        if place is None:
+            return None, "there is nothing older that could be left out"
+        requests = [(self.told["system"], [*project(entries), UserMessage(wanted)],
+                     self.told["tools"])] if can_send else []
+        for limit in (most, most // 4):
+            text = transcript(project(entries[:place]), limit * CHARACTERS_A_TOKEN)
+            requests.append((SUMMARY_SYSTEM, [UserMessage(
+                f"{wanted}\n\nThe conversation:\n\n{text}")], []))
+        for what in requests:
+            message, error, _ = yield from self.with_retries(functools.partial(self.aside, *what))
+            if error is None or error.kind != "overflow":
+                break
+        text = message.content.strip()
+        problem = f"the summary failed: {error.message}" if error else \
+            "a tool was called instead of a summary" if message.tool_calls else \
+            "the summary is empty" if not text else \
+            "the summary was cut off" if message.stop_reason == "length" else ""
+        data = {"summary": whole_summary(text, entries, place),
+                "first_kept_entry_id": entries[place].id}
+        trial = [*entries, Entry("compaction", "", None, "", data)]
+        if not problem and size_of_all(trial) >= size_of_all(entries):
+            problem = "the summary does not make it smaller"
+        return (None, problem) if problem else (data, "")
+
+    def aside(self, *what: object) -> Iterator[Event]:
+        """One request beside the conversation, of which nothing is told; returns as request()."""
+        yield from ()
+        return drained(self.request(*what))
 
     # ── One tool call
 
@@ -3951,12 +4342,24 @@ class Agent:
         """The result of a call, in the ledger and in the audit."""
         result = ToolResultMessage(call.id, call.name, mask(outcome.content.strip("\n"))
                                    or "(no output)", outcome.is_error, outcome.details)
+        result = self.remark_repetition(call, result)
         self.open_calls = [other for other in self.open_calls if other is not call]
         self.totals["tool_calls"] += 1
         self.totals["tool_failures"] += result.is_error
         self.audit(call, decision, result)
         self.session.append(result)
         return result
+
+    def remark_repetition(self, call: ToolCall, result: Message) -> Message:
+        """The result, with a remark if the same call has brought it several times in a row."""
+        took = re.compile(r" \(\d+\.\d s\)$", re.M)                # a command's time may differ
+        this = call.name, json.dumps(call.arguments, sort_keys=True), took.sub("", result.content)
+        self.same = this, self.same[1] + 1 if self.same[0] == this else 1
+        if self.same[1] < REMARK_AFTER:
+            return result
+        return replace(result, content=f"{result.content}\n[the same call brought the same result "
+                       f"{self.same[1]} times in a row; try something else, or say what is in the "
+                       "way]")
 
     def judge(self, call: ToolCall) -> tuple[Decision, dict, str]:
         """(the decision, the checked arguments, the refusal for the model or "")
@@ -4148,12 +4551,18 @@ class Screen:
             case Retry(attempt, delay, error):
                 self.say(f"attempt {attempt} failed: {error['message']}; the next one "
                          f"{f'in {delay:.0f} s' if delay else 'follows'}", DIM)
+            case Compaction(error=None, before=before, after=after):
+                self.say(f"compacted: about {before:,} tokens became {after:,}", DIM)
+            case Compaction(error=error):
+                self.say(f"not compacted: {error}", RED)
             case Warned(message):
                 self.say(f"warning: {message}", RED)
             case RunEnd(reason, error):
                 self.end_line()
                 for line in ending_in_words(reason, error):
                     self.say(line, RED)
+            case RunSettled(totals=totals) if self.live and totals["input_tokens"]:
+                self.say(f"  {totals_in_words(totals)}", DIM)
 
 
 def explain(decision: Decision) -> list[str]:
@@ -4179,6 +4588,15 @@ def ending_in_words(reason: str, error: dict | None) -> list[str]:
         return [f"error ({error['kind']}): {error['message']}", *hint]
     return {"length": ["the answer was cut off: the model's length limit was reached"],
             "max_steps": ["gave up at the step limit; --max-steps N allows more"]}.get(reason, [])
+
+
+def totals_in_words(totals: dict) -> str:
+    """What a run took: turns, tokens, the share of them that the provider's cache served."""
+    share = totals["cached_tokens"] / max(1, totals["input_tokens"])
+    cost = f", cost {totals['cost']:.4f}" if totals["cost"] is not None else ""
+    return (f"{count_of(totals['turns'], 'turn')}, {totals['input_tokens']:,} tokens in "
+            f"({share:.0%} from the cache), {totals['output_tokens']:,} out{cost}, "
+            f"{totals['seconds']:.1f} s")
 
 
 def show_json(event: Event) -> None:
@@ -4275,7 +4693,19 @@ def read_answer(agent: Agent) -> str:
 
 
 def watch(agent: Agent, task: str, screen: Screen, show: Callable[[Event], None]) -> RunSettled:
-    """Runs a task and shows its events. Ctrl-C stops the run in order, a second one at once."""
+    """Runs a task and shows its events; gives the last one."""
+    with stoppable(agent), contextlib.closing(agent.run(task)) as events:
+        for event in events:
+            show(event)
+    if show == screen.show and not screen.live and event.reason in ("stop", "length"):
+        print(mask(event.answer), flush=True)
+    return event
+
+
+@contextlib.contextmanager
+def stoppable(agent: Agent) -> Iterator[None]:
+    """Within, Ctrl-C stops the agent in order, a second one at once. A signal to end stops it in
+    order too, and then raises Terminated."""
     import signal
     received: list[int] = []
 
@@ -4284,15 +4714,10 @@ def watch(agent: Agent, task: str, screen: Screen, show: Callable[[Event], None]
             raise KeyboardInterrupt
         received.append(number)
         agent.stop()
-    with handling(SIGINT=on_signal, SIGTERM=on_signal, SIGHUP=on_signal), \
-            contextlib.closing(agent.run(task)) as events:
-        for event in events:
-            show(event)
+    with handling(SIGINT=on_signal, SIGTERM=on_signal, SIGHUP=on_signal):
+        yield
     if ends := [number for number in received if number != signal.SIGINT]:
         raise Terminated(ends[0])
-    if show == screen.show and not screen.live and event.reason in ("stop", "length"):
-        print(mask(event.answer), flush=True)
-    return event
 
 
 # ─── Commands ────────────────────────────────────────────────────────────────────────────────────
@@ -4520,9 +4945,18 @@ def status_(chat: Chat, rest: str) -> None:
                                        agent.provider.find_window(Abort()))
     for line in (describe(agent), f"context window: {window or 'not known'}",
                  f"session: {agent.session.file or 'not in a file (yet)'}",
-                 "last run: " + (", ".join(f"{name.replace('_', ' ')} {count}" for name, count
-                                           in agent.totals.items() if count) or "none yet")):
+                 f"context: {agent.use_of_budget():.0%} of {agent.room():,} tokens",
+                 "last run: " + (totals_in_words(agent.totals) if agent.totals["turns"] else
+                                 "none yet")):
         chat.screen.say(line)
+
+
+@slash
+def compact_(chat: Chat, rest: str) -> None:
+    """/compact [TEXT]: put a summary in place of the older part, with TEXT kept in mind"""
+    with stoppable(chat.agent):
+        for event in chat.agent.compact(rest):
+            chat.screen.show(event)
 
 
 @slash
@@ -4661,6 +5095,50 @@ def draw_tree(session: Session) -> list[str]:
 def tree_(chat: Chat, rest: str) -> None:
     """/tree: the session with its branches; `*` marks where you are"""
     chat.screen.say("\n".join(draw_tree(chat.agent.session)))
+
+
+def bar(part: int, whole: int, width: int = 24) -> str:
+    """A bar that is as long as a part of a whole."""
+    return "#" * min(width, -(-part * width // max(1, whole)))
+
+
+def context_in_lines(agent: Agent) -> list[str]:
+    """Where the tokens of the next request go, and what a compaction would leave out now."""
+    agent.prepare(record=False)
+    entries, room, told = agent.session.active_path(), agent.room(), agent.told
+    prompt, _, notes = told["system"].partition("\n\nAGENTS.md, ")
+    last, visible = visible_part(entries)
+    kinds = {"system prompt": len(prompt), "notes": len(notes),
+             "tools": len(json.dumps(told["tools"]))}
+    parts = {name: size // CHARACTERS_A_TOKEN for name, size in kinds.items()}
+    names = {"user": "your messages", "assistant": "the model's messages", "tool_result": "results"}
+    messages = project(entries)
+    parts["summary"] = size_of(messages[0]) if last else 0
+    for message in messages[1 if last else 0:]:
+        name = names[message.role]
+        parts[name] = parts.get(name, 0) + size_of(message)
+    size = estimate(entries, agent.fixed)
+    lines = [f"about {size:,} of {room:,} tokens"]
+    lines += [f"  {name:21} {part:7,}  {bar(part, room)}" for name, part in parts.items() if part]
+    results = sorted((message for message in messages if isinstance(message, ToolResultMessage)),
+                     key=size_of, reverse=True)
+    if results:
+        lines.append("the largest results:")
+        lines += [f"  {message.tool_name:21} {size_of(message):7,}  "
+                  f"{brief(message.content.splitlines()[0], 40)}" for message in results[:3]]
+    place = find_cut(entries, min(room, size) // 3)
+    if place is None:
+        return [*lines, "a compaction now would find nothing to leave out"]
+    left_out = [entry for entry in entries[len(entries) - len(visible):place] if entry.message]
+    return [*lines, f"a compaction now would put a summary in place of "
+            f"{count_of(len(left_out), 'message')}, and keep what follows from",
+            f"  {entries[place].id}  {brief(in_short(entries[place]), 60)}"]
+
+
+@slash
+def context_(chat: Chat, rest: str) -> None:
+    """/context: where the tokens of a request go"""
+    chat.screen.say("\n".join(context_in_lines(chat.agent)))
 
 
 def print_sessions(settings: "Settings") -> int:
@@ -4948,7 +5426,8 @@ def run_program(settings: Settings, screen: Screen) -> int:
     provider, why = settings.provider(session)
     agent = Agent(provider, workspace, mode=settings.mode, rules=settings.rules, session=session,
                   home=None if settings.flags.no_session else settings.home,
-                  max_steps=settings.max_steps, sandbox=settings.sandbox_state())
+                  max_steps=settings.max_steps, budget=settings.budget,
+                  sandbox=settings.sandbox_state())
     if can_ask():
         agent.approve = asker(agent, screen)
     for note in remarks(session, workspace):
