@@ -3493,6 +3493,11 @@ class Listed(typing.NamedTuple):
         """The short id, which finds the session again."""
         return self.path.stem.rpartition("_")[2]
 
+    def to_json(self) -> dict:
+        """It as it stands in lists for programs."""
+        return {"id": self.id, "file": str(self.path), "modified": self.modified,
+                "messages": self.messages, "first": self.first}
+
 
 def list_sessions(home: Path, workspace: Path) -> list[Listed]:
     """The sessions of a workspace, the last one first. No file is loaded as a whole."""
@@ -4221,37 +4226,47 @@ def can_ask() -> bool:
 LOOK_ALIKE = re.compile(r"[a-zA-Z]+[^\x00-\x7f]|[^\x00-\x7f][a-zA-Z]+")
 
 
-def asker(agent: Agent, screen: Screen) -> Callable[[Question], bool | str]:
-    """A function that asks the person at the terminal; what was typed before does not count."""
+def asker(agent: Agent, put: Callable[[Question], str]) -> Callable[[Question], bool | str]:
+    """A function that asks a person; `put(question)` gives what they answer."""
     always: set[str] = set()                 # calls that the person allowed for this session
 
     def ask(question: Question) -> bool | str:
         call = json.dumps([agent.session.entries[0].id, question.name, question.arguments])
         if call in always:
             return True
-        show_question(question, screen, fold)
-        while (answer := read_answer(agent)).strip().lower() in ("s", "show"):
-            show_question(question, screen, str)
+        answer = put(question).strip()
         if agent.abort.done:
             return "the person stopped the run"
-        word = answer.strip().lower()
+        word = answer.lower()
         if word in ("a", "always"):
             always.add(call)
         elif word not in ("y", "yes"):
-            comment = re.sub(r"^no?\b[\s,:]*", "", answer.strip(), flags=re.I)
+            comment = re.sub(r"^no?\b[\s,:]*", "", answer, flags=re.I)
             return f"the person said no{': ' + comment if comment else ''}"
         return True
     return ask
 
 
-def show_question(question: Question, screen: Screen, shorten: Callable[[str], str]) -> None:
-    """Shows what a call would do, each line behind a gutter, and nothing that could be hidden."""
-    screen.asked = True
-    screen.say(f"- {question.name}: may this be done? ({question.reason})", BOLD)
-    for line in shorten(visible(mask(question.preview))).split("\n"):
-        screen.say(f"  | {line}")
+def question_lines(question: Question, shorten: Callable[[str], str]) -> list[str]:
+    """What a call would do, each line behind a gutter, and nothing in it that could be hidden."""
+    found = [f"{question.name}: may this be done? ({question.reason})"]
+    found += ["  | " + line for line in shorten(visible(mask(question.preview))).split("\n")]
     if question.name == "shell" and (odd := LOOK_ALIKE.search(question.preview)):
-        screen.say(f"  note: letters of other scripts in it: {ascii(odd[0])[1:-1]}", RED)
+        found.append(f"  note: letters of other scripts in it: {ascii(odd[0])[1:-1]}")
+    return found
+
+
+def ask_at_terminal(agent: Agent, screen: Screen, question: Question) -> str:
+    """What the person types at the question; what was typed before does not count."""
+    shorten, answer = fold, "show"
+    while answer.strip().lower() in ("s", "show"):
+        screen.asked = True
+        head, *lines = question_lines(question, shorten)
+        screen.say(f"- {head}", BOLD)
+        for line in lines:
+            screen.say(line, "" if line.startswith("  | ") else RED)
+        answer, shorten = read_answer(agent), str
+    return answer
 
 
 def read_answer(agent: Agent) -> str:
@@ -4405,11 +4420,39 @@ class Chat:
             with contextlib.suppress(KeyboardInterrupt):
                 watch(self.agent, text, self.screen, self.screen.show)
 
-
     def go_on(self, session: Session) -> None:
         """Leaves the session for another one."""
         self.agent.session.close()
         self.agent.begin(session)
+
+    def resume(self, path: Path) -> list[str]:
+        """Goes on with the session of a file; gives what a person should know about it."""
+        here = self.agent.session.path
+        if here and path.resolve() == here.resolve():
+            raise UsageError("you are in that session already", "/resume lists the others")
+        session = Session.load(path)
+        try:
+            provider, _ = self.settings.provider(session)
+        except AgentError:
+            session.close()
+            raise
+        self.agent.provider = provider
+        self.go_on(session)
+        return remarks(session, self.agent.workspace)
+
+    def fork(self) -> None:
+        """Goes on in a copy of this branch."""
+        session = self.agent.session
+        self.go_on(session.fork(None if session.path is None else self.settings.home))
+
+    def providers(self) -> dict[str, Provider]:
+        """Who could answer: the known ones, and the one that was given with its address."""
+        return {**PROVIDERS, self.first_provider.name: self.first_provider}
+
+    def choose(self, name: str, model: str = "") -> None:
+        """Lets this provider answer, with its own model if none is named."""
+        known = self.providers()
+        self.agent.provider = ready(known[one_of("provider", name, known)].using(model))
 
     def ask(self, question: str) -> str:
         """What the person types at a question; "" for Ctrl-C and Ctrl-D."""
@@ -4483,10 +4526,9 @@ def mode_(chat: Chat, rest: str) -> None:
 @slash
 def provider_(chat: Chat, rest: str) -> None:
     """/provider [NAME]: who answers"""
-    known = {**PROVIDERS, chat.first_provider.name: chat.first_provider}
     if rest:
-        chat.agent.provider = ready(known[one_of("provider", rest, known)].using())
-    for name, provider in known.items():
+        chat.choose(rest)
+    for name, provider in chat.providers().items():
         mark = "*" if name == chat.agent.provider.name else " "
         key = "needs no key" if not provider.key_env else \
             f"{provider.key_env} is {'set' if provider.key() else 'not set'}"
@@ -4565,8 +4607,7 @@ def label_(chat: Chat, rest: str) -> None:
 @slash
 def fork_(chat: Chat, rest: str) -> None:
     """/fork: go on in a new file that holds a copy of this branch"""
-    session = chat.agent.session
-    chat.go_on(session.fork(None if session.path is None else chat.settings.home))
+    chat.fork()
     chat.screen.say("The branch was copied; from here on you work in "
                     f"{chat.agent.session.file or 'the copy, which has no file yet'}.")
 
@@ -4589,20 +4630,10 @@ def resume_(chat: Chat, rest: str) -> None:
         if one is None:
             return
     path = find_session(home, rest) if rest else one.path
-    if here and path.resolve() == here.resolve():
-        raise UsageError("you are in that session already", "/resume lists the others")
-    session = Session.load(path)
-    try:
-        provider, _ = chat.settings.provider(session)
-    except AgentError:
-        session.close()
-        raise
-    chat.agent.provider = provider
-    chat.go_on(session)
-    for note in remarks(session, chat.agent.workspace):
+    for note in chat.resume(path):
         chat.screen.say(f"warning: {note}", RED)
     chat.screen.say(f"On with the session {path.stem}: "
-                    f"{count_of(len(project(session.active_path())), 'message')}.")
+                    f"{count_of(len(project(chat.agent.session.active_path())), 'message')}.")
 
 
 @slash
@@ -4667,9 +4698,8 @@ def print_sessions(settings: "Settings") -> int:
     """Prints the sessions of the workspace, one a line, with --json one object each."""
     found = list_sessions(settings.home, settings.folder())
     for one in found:
-        print(json.dumps({"id": one.id, "file": str(one.path), "modified": one.modified,
-                          "messages": one.messages, "first": one.first})
-              if settings.flags.json else visible(session_in_short(one)))
+        print(json.dumps(one.to_json()) if settings.flags.json else
+              visible(session_in_short(one)))
     if not found:
         print(f"no session of {settings.folder()} yet", file=sys.stderr)
     return 0
@@ -4950,7 +4980,7 @@ def run_program(settings: Settings, screen: Screen) -> int:
                   home=None if settings.flags.no_session else settings.home,
                   max_steps=settings.max_steps, sandbox=settings.sandbox_state())
     if can_ask():
-        agent.approve = asker(agent, screen)
+        agent.approve = asker(agent, functools.partial(ask_at_terminal, agent, screen))
     for note in remarks(session, workspace):
         screen.say(f"warning: {note}", RED)
     screen.say(describe(agent), DIM)
