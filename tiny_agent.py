@@ -4363,6 +4363,13 @@ def remarks(session: Session, workspace: Workspace) -> list[str]:
     return [*session.notes, f"the session was recorded in another folder, {recorded}"]
 
 
+def in_words(error: Exception) -> str:
+    """What happened and what to do next, in a line."""
+    if isinstance(error, AgentError):
+        return ": ".join(filter(None, (error.message, error.hint)))
+    return str(error) if isinstance(error, ToolError) else f"{type(error).__name__}: {error}"
+
+
 COMMANDS: dict[str, Callable[["Chat", str], None]] = {}
 
 
@@ -4414,7 +4421,7 @@ class Chat:
             try:
                 COMMANDS[name](self, rest.strip())
             except AgentError as error:
-                self.screen.say(": ".join(filter(None, (error.message, error.hint))), RED)
+                self.screen.say(in_words(error), RED)
         elif name.startswith("/") and "/" not in name[1:] and "\n" not in text:
             self.screen.say(f"There is no command {name}; /help lists them.", RED)
         else:
@@ -4684,13 +4691,6 @@ def own_stdout() -> int:
     return own
 
 
-def in_words(error: Exception) -> str:
-    """An error as it stands in a response."""
-    if isinstance(error, AgentError):
-        return ": ".join(filter(None, (error.message, error.hint)))
-    return str(error) if isinstance(error, ToolError) else f"{type(error).__name__}: {error}"
-
-
 def in_short(entry: Entry) -> str:
     """An entry in a few words; "" for one that needs none in the tree."""
     message = entry.message
@@ -4789,17 +4789,22 @@ class Server:
         """Lets events happen and tells them. With the last one the next request may come."""
         if self.ending:                      # it was accepted when the end was already there
             self.agent.stop()
-        data: dict = {}
-        with contextlib.closing(events):
-            for event in events:
-                data = to_json(event)
-                with self.lock:
-                    self.running = not isinstance(event, RunSettled)
-                    self.write(data)
+        data, error = {}, None
+        try:
+            with contextlib.closing(events):
+                for event in events:
+                    data = to_json(event)
+                    with self.lock:
+                        self.running = not isinstance(event, RunSettled)
+                        self.write(data)
+        except AgentError as problem:
+            if request is None:
+                raise
+            error = in_words(problem)
         if request is not None:
             with self.lock:
                 self.running = False
-                self.respond(request, data, data.get("error"))
+                self.respond(request, data, error or data.get("error"))
 
     def respond(self, request: dict, data: dict | None = None, error: str | None = None) -> None:
         result = {"data": data or {}} if error is None else {"error": error}
@@ -5134,7 +5139,7 @@ class Settings:
         self.flags.task += words[dashes + 1:]
         for name, value in read_env_file(Path(__file__).resolve().with_name(".env")).items():
             os.environ.setdefault(name, value)
-        for provider in PROVIDERS.values():
+        for provider in (*PROVIDERS.values(), Provider("custom", "", "", "AGENT_API_KEY")):
             provider.key()                   # so that no key that is set is ever shown
         self.home = folder_of(os.environ.get("AGENT_HOME") or "~/.tiny_agent")
         self.mode = one_of("mode", self.get("AGENT_MODE"), MODES)
