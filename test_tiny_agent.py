@@ -9,6 +9,7 @@ import ast
 import contextlib
 import datetime
 import gzip
+import inspect
 import json
 import os
 import re
@@ -3572,6 +3573,306 @@ def test_a_chat_is_compacted_and_its_context_is_shown(tmp_path):
     assert terminal.exit_status() == 0
 
 
+# ─── RPC ─────────────────────────────────────────────────────────────────────────────────────────
+
+class Peer:
+    """The other end of --rpc. `code` runs in the program before it starts."""
+
+    def __init__(self, folder, *words, code="", env=()):
+        script = folder / "program.py"
+        script.write_text(f"import os, sys\nsys.path.insert(0, {str(HERE)!r})\nimport tiny_agent as ta\n"
+                          f"{code}\nsys.exit(ta.main(sys.argv[1:]))\n", "utf-8")
+        environment = {**os.environ, "HOME": str(folder), "AGENT_HOME": str(folder / "home"), **dict(env)}
+        self.process = subprocess.Popen([sys.executable, "-B", str(script), "--rpc", *words], cwd=folder,
+                                        stdin=-1, stdout=-1, stderr=-1, env=environment)
+        self.clock = threading.Timer(60, self.process.kill)
+        self.clock.start()
+        self.lines, self.sent = [], 0
+
+    def write(self, data):
+        self.process.stdin.write(data)
+        self.process.stdin.flush()
+
+    def send(self, type, **fields):
+        self.sent += 1
+        self.write(json.dumps({"type": type, "id": self.sent, **fields}).encode() + b"\n")
+        return self.sent
+
+    def until(self, **wanted):
+        """The next line with these members; each line must be an object of one line of ASCII."""
+        for line in self.process.stdout:
+            self.lines.append(json.loads(line.decode("ascii")))
+            if all(self.lines[-1].get(name) == value for name, value in wanted.items()):
+                return self.lines[-1]
+        pytest.fail(f"no {wanted}: {self.process.stderr.read().decode()}")
+
+    def ask(self, type, **fields):
+        """The response to a request."""
+        return self.until(id=self.send(type, **fields), type="response")
+
+    def get(self, type, **fields):
+        """The data of a response that must be a success."""
+        answer = self.ask(type, **fields)
+        assert answer["success"] and answer["request_type"] == type, answer
+        return answer["data"]
+
+    def error(self, type, **fields):
+        """The error of a response that must be none."""
+        answer = self.ask(type, **fields)
+        assert not answer["success"] and "data" not in answer, answer
+        return answer["error"]
+
+    def run(self, message):
+        """The events of a run."""
+        self.get("prompt", message=message)
+        start = len(self.lines)
+        self.until(type="run_settled")
+        return self.lines[start:]
+
+    def question(self, message):
+        """Sends a prompt; the question that comes of it."""
+        self.get("prompt", message=message)
+        return self.until(type="extension_ui_request")
+
+    def exit_status(self):
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        self.lines += [json.loads(line) for line in self.process.stdout]
+        self.errors = self.process.stderr.read().decode()
+        assert "Traceback" not in self.errors
+        self.clock.cancel()
+        return self.process.wait(20)
+
+
+DEMO = ["-p", "demo", "--sandbox", "off"]
+AUTO = [*DEMO, "--mode", "auto"]
+WAITING = "run echo begun; sleep 60"
+
+
+def test_a_prompt_is_acknowledged_then_its_events_come(tmp_path):
+    peer = Peer(tmp_path, *AUTO)
+    for _ in range(20):                      # the next prompt may come as soon as the run is settled
+        events = peer.run("run echo hello")
+    assert [event["type"] for event in events if "delta" not in event["type"]] == """run_start
+        message_start message_end turn_start message_start toolcall_start toolcall_end message_end tool_start
+        tool_output tool_end message_start message_end turn_end turn_start message_start message_end turn_end
+        run_end run_settled""".split()
+    assert "hello" in events[-1]["answer"] and events[-1]["reason"] == "stop"
+    assert peer.get("get_state")["messages"] == 80 and peer.exit_status() == 0
+
+
+@posix
+@pytest.mark.parametrize("value, exists, told", [
+    ("yes", True, ""), (True, True, ""), ("always", True, ""), ("no", False, "the person said no"),
+    (False, False, "the person said no"), (None, False, "the person said no"),
+    ("not that file", False, "the person said no: not that file")])
+def test_questions_go_to_the_other_end(tmp_path, value, exists, told):
+    peer = Peer(tmp_path, *DEMO)
+    asked = peer.question("run touch made")
+    assert asked["payload"]["title"].endswith("\n  | touch made") and asked["payload"]["method"] == "select"
+    assert asked["payload"]["options"] == ["yes", "no", "always"]
+    peer.send("extension_ui_response", id="another", value="yes")
+    assert "no question" in peer.until(type="response")["error"]
+    peer.send("extension_ui_response", id=asked["id"], value=5)
+    assert "needs a value" in peer.until(type="response")["error"]
+    peer.send("extension_ui_response", id=asked["id"], value=value)
+    assert told in peer.until(type="tool_end")["content"]
+    peer.until(type="run_settled")
+    assert (tmp_path / "workspace/made").exists() is exists
+    if value == "always":
+        assert "extension_ui_request" not in [line["type"] for line in peer.run("run touch made")]
+    assert peer.exit_status() == 0
+
+
+def test_an_abort_answers_an_open_question(tmp_path):
+    peer = Peer(tmp_path, *DEMO)
+    asked = peer.question("run touch made")
+    peer.send("abort")
+    assert peer.until(type="run_settled")["reason"] == "aborted"
+    peer.send("extension_ui_response", id=asked["id"], value="yes")
+    assert "no question" in peer.until(type="response")["error"]
+    assert not (tmp_path / "workspace/made").exists()
+    assert peer.run("sing")[-1]["reason"] == "stop" and peer.exit_status() == 0
+
+
+@posix
+@pytest.mark.parametrize("task, waits_for", [(WAITING, "tool_output"), ("run touch made", "extension_ui_request"),
+                                             ("sing", "response")])
+@pytest.mark.parametrize("how", ["end of input", "SIGTERM", "SIGINT", "SIGHUP"])
+def test_an_end_aborts_and_settles(tmp_path, task, waits_for, how):
+    peer = Peer(tmp_path, *(DEMO if "touch" in task else AUTO))
+    peer.send("prompt", message=task)
+    peer.until(type=waits_for)
+    if how != "end of input":
+        peer.process.send_signal(getattr(signal, how))
+        assert peer.process.wait(20) == 128 + getattr(signal, how)
+        peer.exit_status()
+    else:
+        assert peer.exit_status() == 0
+    if task != "sing":
+        assert peer.lines[-1]["type"] == "run_settled" and peer.lines[-1]["reason"] == "aborted"
+        assert not (tmp_path / "workspace/made").exists()
+
+
+@posix
+def test_what_may_be_asked_while_a_run_goes_on(tmp_path):
+    peer = Peer(tmp_path, *AUTO, code="ta.Agent.steer = ta.Agent.follow_up = lambda agent, text: print(text)")
+    needed = {"prompt": {"message": "x"}, "resume": {"session": "x"}, "rewind": {"entry_id": "x"},
+              "set_model": {"provider": "demo", "model": ""}}
+    assert all("no run" in peer.error(name, message="x") for name in sorted(ta.ONLY_RUNNING))
+    peer.get("prompt", message=WAITING)
+    peer.until(type="tool_output")
+    assert all("abort" in peer.error(name, **needed.get(name, {})) for name in sorted(ta.ONLY_IDLE))
+    state = peer.get("set_mode", mode="plan")
+    assert (state["running"], state["mode"], state["messages"]) == (True, "plan", 2)
+    assert [m["role"] for m in peer.get("get_messages")["messages"]] == ["user", "assistant"]
+    peer.get("steer", message="more of it")
+    peer.get("follow_up", message="then that")
+    peer.get("abort")
+    assert peer.until(type="run_settled")["reason"] == "aborted"
+    assert peer.get("get_state")["running"] is False
+    assert peer.exit_status() == 0 and "more of it\nthen that\n" in peer.errors
+
+
+BAD_LINES = {
+    "not JSON": (b"nope", "not a request"), "empty": (b"", "not a request"), "a list": (b"[1]", "not a request"),
+    "a number": (b"5", "not a request"), "not UTF-8": (b'{"type": "\xff"}', "not a request"),
+    "deep": (b"[" * 100_000, "not a request"), "no type": (b'{"id": 1}', "not a request"),
+    "a type that is none": (b'{"type": ["abort"]}', "not a request"),
+    "an id that is no JSON": (b'{"type": "abort", "id": NaN}', "not a request"),
+    "unknown": (b'{"type": "sing"}', "there is no request 'sing'"),
+    "a field is missing": (b'{"type": "prompt"}', "'message' is missing; the form is prompt(message: str)"),
+    "a field is null": (b'{"type": "rewind", "entry_id": null}', "'entry_id' is missing"),
+    "a field is no text": (b'{"type": "prompt", "message": 5}', "must be a text, not 5"),
+    "a field is no truth": (b'{"type": "rewind", "entry_id": "x", "files": 7}', "true or false"),
+    "half a character": (b'{"type": "prompt", "message": "\\ud83d"}', "whole characters"),
+    "no such mode": (b'{"type": "set_mode", "mode": "fast"}', "choose one of plan, ask, auto"),
+    "no such provider": (b'{"type": "set_model", "provider": "x", "model": "y"}', "no provider 'x'"),
+    "no key": (b'{"type": "set_model", "provider": "groq", "model": ""}', "GROQ_API_KEY"),
+    "no such session": (b'{"type": "resume", "session": "zz"}', "0 sessions"),
+    "no such entry": (b'{"type": "rewind", "entry_id": "zz"}', "no entries"),
+}
+
+
+def test_bad_lines_are_answered_and_the_server_lives_on(tmp_path):
+    peer = Peer(tmp_path, *DEMO)
+    for name, (line, said) in BAD_LINES.items():
+        peer.write(line + b"\r\n")
+        answer = peer.until(type="response")
+        assert (answer["success"], answer["id"]) == (False, None) and said in answer["error"], name
+    assert "not a session file" in peer.error("resume", session=str(tmp_path / "program.py"))
+    peer.write(b'{"type": "get_state", "id": {"any": ["id"]}, "unknown": 1, "id": "last"}\n')
+    assert peer.until(id="last")["success"] and peer.exit_status() == 0
+
+
+def test_only_lf_ends_a_line_and_it_may_be_long(tmp_path):
+    peer = Peer(tmp_path, *DEMO)
+    text = "sing\u2028\u2029\x85\r\n" + "many words " * 500_000
+    peer.write(json.dumps({"type": "prompt", "id": "é", "message": text}, ensure_ascii=False).encode() + b"\n")
+    assert peer.until(type="response")["id"] == "é"
+    peer.until(type="run_settled")
+    assert peer.get("get_messages")["messages"][0]["content"] == text
+    peer.write(b'{"type": "get_state", "id": "the last line has no end"}')
+    assert peer.exit_status() == 0 and peer.lines[-1]["id"] == "the last line has no end"
+
+
+def test_the_requests_about_sessions(tmp_path):
+    peer = Peer(tmp_path, *AUTO)
+    peer.run("create fib.py that prints the first 10 Fibonacci numbers")
+    first = peer.get("get_state")
+    assert first["provider"] == "demo" and first["totals"]["tool_calls"] == 2 and Path(first["session"]).exists()
+    peer.run("create other.py that prints the first 5 Fibonacci numbers")
+    messages = peer.get("get_messages")["messages"]
+    assert [m["role"] for m in messages] == ["user", *["assistant", "tool_result"] * 2, "assistant"] * 2
+    (tmp_path / "workspace/other.py").write_text("mine", "utf-8")
+    done = peer.get("rewind", entry_id=messages[0]["entry_id"], files=True)
+    assert (done["text"][:13], done["files"], done["left"]) == ("create fib.py", ["fib.py"], ["other.py"])
+    assert [p.name for p in (tmp_path / "workspace").iterdir()] == ["other.py"]
+    tree = peer.get("get_tree")
+    assert tree["leaf"] == done["leaf"] == tree["entries"][0]["id"] and peer.get("get_messages")["messages"] == []
+    [undo] = [entry for entry in tree["entries"] if entry["type"] == "leaf"]
+    done = peer.get("rewind", entry_id=undo["id"])
+    assert (done["text"], done["files"], done["left"]) == ("", [], ["fib.py"])
+    assert peer.get("get_messages")["messages"] == messages
+    copy = peer.get("fork")["session"]
+    assert copy != first["session"] and len(peer.get("get_messages")["messages"]) == len(messages)
+    assert peer.get("new_session") == {"session": None} and peer.get("get_state")["messages"] == 0
+    listed = peer.get("list_sessions")["sessions"]
+    assert {one["file"] for one in listed} == {copy, first["session"]}
+    assert peer.get("resume", session=Path(copy).stem[-8:]) == {"session": copy, "notes": []}
+    assert "already" in peer.error("resume", session=copy)
+    assert peer.exit_status() == 0
+
+
+def test_labels_and_commands_are_listed(tmp_path):
+    session = Session.new(tmp_path / "home", tmp_path)
+    talk(session, "one", "two")
+    session.append("label", label="here")
+    session.close()
+    peer = Peer(tmp_path, *DEMO, "-r", str(session.path))
+    entries = peer.get("get_tree")["entries"]
+    assert [(e["text"], e.get("label")) for e in entries[1:3]] == [("you: one", None), ("model: two", "here")]
+    found = peer.get("get_commands")
+    assert [one["name"].partition(" ")[0] for one in found["commands"]] == list(ta.COMMANDS)
+    assert {"name": "set_mode", "fields": ["mode"]}.items() <= found["requests"][9].items()
+    assert peer.get("set_model", provider="demo", model="other")["model"] == "other"
+    assert peer.exit_status() == 0
+
+
+@pytest.mark.parametrize("code, success, said", [
+    ("yield ta.Compaction('manual', 900, 90, None, None)", True, 90),
+    ("raise ta.UsageError('nothing to sum up'); yield", False, "nothing to sum up"),
+    ("yield ta.Compaction('manual', 900, 900, None, 'useless')", False, "useless")])
+def test_compact_is_answered_when_it_is_done(tmp_path, code, success, said):
+    peer = Peer(tmp_path, *DEMO, code=f"def compact(agent, text=''):\n    {code}\nta.Agent.compact = compact")
+    answer = peer.ask("compact")
+    assert answer["success"] is success and ("yield ta" in code) == (peer.lines[0]["type"] == "compaction")
+    assert said == (answer["data"]["after"] if success else answer["error"])
+    assert peer.run("sing")[-1]["reason"] == "stop" and peer.exit_status() == 0
+
+
+def test_nothing_else_reaches_stdout(tmp_path):
+    """Not a print, not a write to descriptor 1, not a command that inherits it."""
+    peer = Peer(tmp_path, *AUTO, code="""
+out = sys.stdout
+def shell(self, command: str):
+    "Prints."
+    print("late"), print("old", file=out, flush=True), os.write(1, b"raw\\n"), os.system("echo child")
+ta.Workspace.shell = ta.tool(shell)
+""")
+    peer.run("run it")
+    assert peer.exit_status() == 0
+    assert all(f"{word}\n" in peer.errors.replace("\r", "") for word in ("late", "old", "raw", "child"))
+
+
+def test_no_key_is_sent_to_the_other_end(tmp_path, serve):
+    peer = Peer(tmp_path, "--base-url", serve(says(f"It is {KEY}.")).url, env={"AGENT_API_KEY": KEY})
+    peer.run(f"my key is {KEY}")
+    peer.get("get_messages")
+    assert peer.exit_status() == 0 and KEY not in json.dumps(peer.lines) and "[key]" in json.dumps(peer.lines)
+
+
+@posix
+@pytest.mark.parametrize("task", ["run while true; do echo x; sleep 0.02; done", ""])
+def test_a_peer_that_goes_away_ends_the_server(tmp_path, task):
+    peer = Peer(tmp_path, *AUTO)
+    if task:
+        peer.get("prompt", message=task)
+        peer.until(type="tool_output")
+    peer.process.stdout.close()
+    with contextlib.suppress(OSError):       # it may have ended already
+        peer.send("get_state")
+    assert peer.process.wait(20) == 1
+    assert "cannot be written" in (said := peer.process.stderr.read().decode()) and "Traceback" not in said
+    peer.clock.cancel()
+
+
+@pytest.mark.parametrize("words", [["sing"], ["--json"]])
+def test_rpc_takes_no_task_and_no_json(tmp_path, words):
+    done = cli(tmp_path, "--rpc", *words, stdin='{"type": "get_state"}\n')
+    assert (done.returncode, done.stdout) == (2, "") and "as requests on stdin" in done.stderr
+
+
 # ─── Export and inspection ───────────────────────────────────────────────────────────────────────
 
 def test_the_tree_shows_the_active_path_straight_down():
@@ -3974,6 +4275,12 @@ def test_the_tables_of_the_readme_are_true():
     assert [name.partition(" ")[0] for name in table(README, "Settings")] == [
         row[0] for row in ta.SETTINGS]
     assert table(README, "Tools") == list(Workspace(".").tools())
+    chapter = README.partition("\n## RPC")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|", chapter, re.M)
+    when = {**dict.fromkeys(ta.ONLY_IDLE, "no"), **dict.fromkeys(ta.ONLY_RUNNING, "yes")}
+    assert rows == [(name, ", ".join(f"`{field}`" for field in inspect.signature(method).parameters
+                                     if field != "self"), when.get(name, ""))
+                    for name, method in ta.REQUESTS.items()]
     assert table(README, "Providers") == list(ta.PROVIDERS)
 
 

@@ -34,6 +34,7 @@ Map: each section uses only those above it, so the file reads once from top to b
     Part II, the front ends
       Showing events            terminal text, JSON lines, asking the person
       Commands                  the chat's slash commands
+      RPC                       the same agent for another program, JSON lines on both sides
       Export and inspection     the tree, the list of sessions, why it was decided so
       Settings and main         flags, environment, .env; one-shot and chat
 
@@ -1550,7 +1551,7 @@ def demo_reply(messages: list[Message], tools: list[dict]) -> AssistantMessage |
     task = messages[start].content.split("\n[note ")[0].strip()
     if results and results[-1].is_error:
         return f"That did not work. The tool {results[-1].tool_name} says:\n{results[-1].content}"
-    for pattern, part in DEMO:
+    for pattern, part in DEMO if len(task) < 5000 else ():       # the patterns are slow on more
         if found := re.search(pattern, task, re.I):
             steps = part(found)
             try:
@@ -3501,6 +3502,11 @@ class Listed(typing.NamedTuple):
         """The short id, which finds the session again."""
         return self.path.stem.rpartition("_")[2]
 
+    def to_json(self) -> dict:
+        """It as it stands in lists for programs."""
+        return {"id": self.id, "file": str(self.path), "modified": self.modified,
+                "messages": self.messages, "first": self.first}
+
 
 def list_sessions(home: Path, workspace: Path) -> list[Listed]:
     """The sessions of a workspace, the last one first. No file is loaded as a whole."""
@@ -3802,7 +3808,7 @@ def summary_request(room: int, wish: str) -> str:
 
 def transcript(messages: Iterable[Message], limit: int) -> str:
     """A conversation as a text of about `limit` characters at the most, its middle left out."""
-    def in_words(message: Message) -> str:
+    def as_text(message: Message) -> str:
         if isinstance(message, UserMessage):
             return f"Person: {message.content}"
         if isinstance(message, ToolResultMessage):
@@ -3815,7 +3821,7 @@ def transcript(messages: Iterable[Message], limit: int) -> str:
             return text
         left = len(text) - most
         return f"{text[:most // 3]}\n[{left:,} characters left out]\n{text[-(most * 2 // 3):]}"
-    return short("\n\n".join(short(in_words(message), 4000) for message in messages), limit)
+    return short("\n\n".join(short(as_text(message), 4000) for message in messages), limit)
 
 
 def files_touched(entries: Iterable[Entry]) -> dict[str, list[str]]:
@@ -4208,9 +4214,9 @@ class Agent:
 
     def compact(self, wish: str = "") -> Iterator[Event]:
         """Compacts the conversation now, outside of a run, and yields what happens."""
-        self.abort = self.workspace.abort = Abort()
+        self.abort = self.workspace.abort = Abort()          # now, so that stop() counts from now
         self.prepare()
-        yield from self.make_room("manual", wish)
+        return self.make_room("manual", wish)
 
     def make_room(self, reason: str, wish: str = "") -> Iterator[Event]:
         """Makes a request smaller, if it is over the budget or for another reason; returns
@@ -4639,37 +4645,47 @@ def can_ask() -> bool:
 LOOK_ALIKE = re.compile(r"[a-zA-Z]+[^\x00-\x7f]|[^\x00-\x7f][a-zA-Z]+")
 
 
-def asker(agent: Agent, screen: Screen) -> Callable[[Question], bool | str]:
-    """A function that asks the person at the terminal; what was typed before does not count."""
+def asker(agent: Agent, put: Callable[[Question], str]) -> Callable[[Question], bool | str]:
+    """A function that asks a person; `put(question)` gives what they answer."""
     always: set[str] = set()                 # calls that the person allowed for this session
 
     def ask(question: Question) -> bool | str:
         call = json.dumps([agent.session.entries[0].id, question.name, question.arguments])
         if call in always:
             return True
-        show_question(question, screen, fold)
-        while (answer := read_answer(agent)).strip().lower() in ("s", "show"):
-            show_question(question, screen, str)
+        answer = put(question).strip()
         if agent.abort.done:
             return "the person stopped the run"
-        word = answer.strip().lower()
+        word = answer.lower()
         if word in ("a", "always"):
             always.add(call)
         elif word not in ("y", "yes"):
-            comment = re.sub(r"^no?\b[\s,:]*", "", answer.strip(), flags=re.I)
+            comment = re.sub(r"^no?\b[\s,:]*", "", answer, flags=re.I)
             return f"the person said no{': ' + comment if comment else ''}"
         return True
     return ask
 
 
-def show_question(question: Question, screen: Screen, shorten: Callable[[str], str]) -> None:
-    """Shows what a call would do, each line behind a gutter, and nothing that could be hidden."""
-    screen.asked = True
-    screen.say(f"- {question.name}: may this be done? ({question.reason})", BOLD)
-    for line in shorten(visible(mask(question.preview))).split("\n"):
-        screen.say(f"  | {line}")
+def question_lines(question: Question, shorten: Callable[[str], str]) -> list[str]:
+    """What a call would do, each line behind a gutter, and nothing in it that could be hidden."""
+    found = [f"{question.name}: may this be done? ({question.reason})"]
+    found += ["  | " + line for line in shorten(visible(mask(question.preview))).split("\n")]
     if question.name == "shell" and (odd := LOOK_ALIKE.search(question.preview)):
-        screen.say(f"  note: letters of other scripts in it: {ascii(odd[0])[1:-1]}", RED)
+        found.append(f"  note: letters of other scripts in it: {ascii(odd[0])[1:-1]}")
+    return found
+
+
+def ask_at_terminal(agent: Agent, screen: Screen, question: Question) -> str:
+    """What the person types at the question; what was typed before does not count."""
+    shorten, answer = fold, "show"
+    while answer.strip().lower() in ("s", "show"):
+        screen.asked = True
+        head, *lines = question_lines(question, shorten)
+        screen.say(f"- {head}", BOLD)
+        for line in lines:
+            screen.say(line, "" if line.startswith("  | ") else RED)
+        answer, shorten = read_answer(agent), str
+    return answer
 
 
 def read_answer(agent: Agent) -> str:
@@ -4772,6 +4788,13 @@ def remarks(session: Session, workspace: Workspace) -> list[str]:
     return [*session.notes, f"the session was recorded in another folder, {recorded}"]
 
 
+def in_words(error: Exception) -> str:
+    """What happened and what to do next, in a line."""
+    if isinstance(error, AgentError):
+        return ": ".join(filter(None, (error.message, error.hint)))
+    return str(error) if isinstance(error, ToolError) else f"{type(error).__name__}: {error}"
+
+
 COMMANDS: dict[str, Callable[["Chat", str], None]] = {}
 
 
@@ -4823,18 +4846,46 @@ class Chat:
             try:
                 COMMANDS[name](self, rest.strip())
             except AgentError as error:
-                self.screen.say(": ".join(filter(None, (error.message, error.hint))), RED)
+                self.screen.say(in_words(error), RED)
         elif name.startswith("/") and "/" not in name[1:] and "\n" not in text:
             self.screen.say(f"There is no command {name}; /help lists them.", RED)
         else:
             with contextlib.suppress(KeyboardInterrupt):
                 watch(self.agent, text, self.screen, self.screen.show)
 
-
     def go_on(self, session: Session) -> None:
         """Leaves the session for another one."""
         self.agent.session.close()
         self.agent.begin(session)
+
+    def resume(self, path: Path) -> list[str]:
+        """Goes on with the session of a file; gives what a person should know about it."""
+        here = self.agent.session.path
+        if here and path.resolve() == here.resolve():
+            raise UsageError("you are in that session already", "/resume lists the others")
+        session = Session.load(path)
+        try:
+            provider, _ = self.settings.provider(session)
+        except AgentError:
+            session.close()
+            raise
+        self.agent.provider = provider
+        self.go_on(session)
+        return remarks(session, self.agent.workspace)
+
+    def fork(self) -> None:
+        """Goes on in a copy of this branch."""
+        session = self.agent.session
+        self.go_on(session.fork(None if session.path is None else self.settings.home))
+
+    def providers(self) -> dict[str, Provider]:
+        """Who could answer: the known ones, and the one that was given with its address."""
+        return {**PROVIDERS, self.first_provider.name: self.first_provider}
+
+    def choose(self, name: str, model: str = "") -> None:
+        """Lets this provider answer, with its own model if none is named."""
+        known = self.providers()
+        self.agent.provider = ready(known[one_of("provider", name, known)].using(model))
 
     def ask(self, question: str) -> str:
         """What the person types at a question; "" for Ctrl-C and Ctrl-D."""
@@ -4908,10 +4959,9 @@ def mode_(chat: Chat, rest: str) -> None:
 @slash
 def provider_(chat: Chat, rest: str) -> None:
     """/provider [NAME]: who answers"""
-    known = {**PROVIDERS, chat.first_provider.name: chat.first_provider}
     if rest:
-        chat.agent.provider = ready(known[one_of("provider", rest, known)].using())
-    for name, provider in known.items():
+        chat.choose(rest)
+    for name, provider in chat.providers().items():
         mark = "*" if name == chat.agent.provider.name else " "
         key = "needs no key" if not provider.key_env else \
             f"{provider.key_env} is {'set' if provider.key() else 'not set'}"
@@ -4999,8 +5049,7 @@ def label_(chat: Chat, rest: str) -> None:
 @slash
 def fork_(chat: Chat, rest: str) -> None:
     """/fork: go on in a new file that holds a copy of this branch"""
-    session = chat.agent.session
-    chat.go_on(session.fork(None if session.path is None else chat.settings.home))
+    chat.fork()
     chat.screen.say("The branch was copied; from here on you work in "
                     f"{chat.agent.session.file or 'the copy, which has no file yet'}.")
 
@@ -5023,20 +5072,10 @@ def resume_(chat: Chat, rest: str) -> None:
         if one is None:
             return
     path = find_session(home, rest) if rest else one.path
-    if here and path.resolve() == here.resolve():
-        raise UsageError("you are in that session already", "/resume lists the others")
-    session = Session.load(path)
-    try:
-        provider, _ = chat.settings.provider(session)
-    except AgentError:
-        session.close()
-        raise
-    chat.agent.provider = provider
-    chat.go_on(session)
-    for note in remarks(session, chat.agent.workspace):
+    for note in chat.resume(path):
         chat.screen.say(f"warning: {note}", RED)
     chat.screen.say(f"On with the session {path.stem}: "
-                    f"{count_of(len(project(session.active_path())), 'message')}.")
+                    f"{count_of(len(project(chat.agent.session.active_path())), 'message')}.")
 
 
 @slash
@@ -5045,9 +5084,46 @@ def exit_(chat: Chat, rest: str) -> None:
     chat.leaving = True
 
 
-# ─── Export and inspection ───────────────────────────────────────────────────────────────────────
-# Looking at what is there, without changing it: the tree of a session, the list of sessions, how
-# the rules decide. What can be seen is text; pages for a browser are not built yet.
+# ─── RPC ─────────────────────────────────────────────────────────────────────────────────────────
+# The same agent for an editor or another program: a request a line on stdin; responses, events and
+# questions on stdout, a line each, all JSON. A thread reads and answers, also while a run goes on;
+# runs are worked on in the main thread, where signals and the time limit of grep work. One lock
+# keeps a request and its response together, and every line whole. Left out: two runs at a time.
+
+REQUESTS: dict[str, Callable] = {}
+ONLY_IDLE = {"prompt", "compact", "new_session", "resume", "rewind", "fork", "set_model"}
+ONLY_RUNNING = {"steer", "follow_up"}
+
+
+def served(method: Callable) -> Callable:
+    """Puts a method of Server into REQUESTS; its parameters are the fields of the request."""
+    REQUESTS[method.__name__] = method
+    return method
+
+
+def read_request(line: bytes) -> dict:
+    """The request in a line. Raises UsageError."""
+    try:
+        found = json.loads(line.decode("utf-8-sig"))
+        json.dumps(found.get("id"), allow_nan=False)         # it is sent back
+        if isinstance(found["type"], str):
+            return found
+    except (ValueError, AttributeError, KeyError, RecursionError):
+        pass
+    raise UsageError(f"this is not a request: {brief(line[:200].decode('utf-8', 'replace'), 60)}",
+                     'a request is a line with one JSON object, {"type": …, "id": …}')
+
+
+def own_stdout() -> int:
+    """A descriptor of stdout for one writer; what anybody else prints goes to stderr from now on,
+    also what a command that inherits descriptor 1 prints."""
+    sys.stdout.flush()
+    number = sys.stdout.fileno()
+    own = os.dup(number)
+    os.dup2(sys.stderr.fileno(), number)
+    sys.stdout = sys.stderr
+    return own
+
 
 def in_short(entry: Entry) -> str:
     """An entry in a few words; "" for one that needs none in the tree."""
@@ -5064,6 +5140,263 @@ def in_short(entry: Entry) -> str:
         return f"model: {failed}{' '.join(filter(None, (message.content.strip(), calls)))}"
     return ""
 
+
+class Server:
+    """Serves one agent to the program at the other end of stdin and stdout."""
+
+    def __init__(self, agent: Agent, screen: Screen, settings: "Settings", out: int):
+        self.agent, self.screen, self.out = agent, screen, out
+        self.chat = Chat(agent, screen, settings)
+        self.lock = threading.RLock()
+        self.work: queue.SimpleQueue = queue.SimpleQueue()     # for the main thread; None: the end
+        self.running = self.ending = self.unread = False
+        self.questions: dict[str, queue.SimpleQueue] = {}      # that are open, by their ids
+        agent.approve = asker(agent, self.ask)
+
+    def run(self) -> int:
+        """Serves until the input ends. A signal ends it in order, a second one at once."""
+        received: list[int] = []
+
+        def on_signal(number: int, frame: object) -> None:
+            if received:
+                raise Terminated(number)
+            received.append(number)
+            self.end()
+        with handling(SIGINT=on_signal, SIGTERM=on_signal, SIGHUP=on_signal):
+            threading.Thread(target=self.read, daemon=True).start()
+            for events, request in iter(self.work.get, None):
+                self.tell(events, request)
+        if received:
+            raise Terminated(received[0])
+        return 1 if self.unread else 0
+
+    def end(self) -> None:
+        """Stops the run, and serving when it has settled; from any thread or a signal handler."""
+        self.ending = True
+        self.agent.stop()
+        self.work.put(None)
+
+    def read(self) -> None:
+        """A thread: takes one line after the other. Only LF ends a line, however long it is."""
+        try:                # a reader of its own: that of sys.stdin must be free when Python exits
+            with open(sys.stdin.fileno(), "rb", closefd=False) as file:
+                for line in file:
+                    self.take(line)
+        except OSError as error:
+            self.screen.say(f"the input cannot be read: {error.strerror}", RED)
+        finally:
+            self.end()
+
+    def take(self, line: bytes) -> None:
+        """Does what a line asks for, and answers it."""
+        request: dict = {}
+        with self.lock:
+            try:
+                request = read_request(line)
+                if request["type"] == "extension_ui_response":
+                    self.hear(request)
+                elif inspect.isgenerator(data := self.obey(request)):
+                    self.start(data, request)
+                else:
+                    self.respond(request, data)
+            except Exception as error:     # whatever went wrong with one, the next one is served
+                self.respond(request, error=in_words(error))
+
+    def obey(self, request: dict) -> dict | Generator | None:
+        """The data of the response; or events, after which the response is due."""
+        name = one_of("request", request["type"], REQUESTS)
+        if self.running and name in ONLY_IDLE:
+            raise UsageError("a run goes on", "abort it first, or wait for run_settled")
+        if not self.running and name in ONLY_RUNNING:
+            raise UsageError("no run goes on", "send a prompt")
+        method = types.MethodType(REQUESTS[name], self)
+        fields = {field: request[field] for field in inspect.signature(method).parameters
+                  if field in request}
+        return method(**check_arguments(method, fields))
+
+    def start(self, events: Generator, request: dict | None = None) -> None:
+        """Hands events to the main thread, and the request that is answered after them."""
+        self.running = True
+        self.work.put((events, request))
+
+    def tell(self, events: Generator, request: dict | None) -> None:
+        """Lets events happen and tells them. With the last one the next request may come."""
+        if self.ending:                      # it was accepted when the end was already there
+            self.agent.stop()
+        data, error = {}, None
+        try:
+            with contextlib.closing(events):
+                for event in events:
+                    data = to_json(event)
+                    with self.lock:
+                        self.running = not isinstance(event, RunSettled)
+                        self.write(data)
+        except AgentError as problem:
+            if request is None:
+                raise
+            error = in_words(problem)
+        if request is not None:
+            with self.lock:
+                self.running = False
+                self.respond(request, data, error or data.get("error"))
+
+    def respond(self, request: dict, data: dict | None = None, error: str | None = None) -> None:
+        result = {"data": data or {}} if error is None else {"error": error}
+        self.write({"id": request.get("id"), "type": "response",
+                    "request_type": request.get("type"), "success": error is None, **result})
+
+    def write(self, value: dict) -> None:
+        """Writes a line. If nobody reads it, the work ends."""
+        data = memoryview((mask(json.dumps(value, default=str)) + "\n").encode("ascii"))
+        with self.lock:
+            try:
+                while data and not self.unread:
+                    data = data[os.write(self.out, data):]
+            except OSError as error:
+                self.unread = True
+                self.end()
+                with contextlib.suppress(OSError):
+                    self.screen.say(f"the output cannot be written: {error.strerror}", RED)
+
+    def ask(self, question: Question) -> str:
+        """What the other end answers to a question; "" if the run is stopped."""
+        number, answers = own_id(), queue.SimpleQueue()
+        self.questions[number] = answers
+        with self.agent.abort.calling(lambda: answers.put("")):
+            self.write({"type": "extension_ui_request", "id": number, "payload": {
+                "method": "select", "title": visible("\n".join(question_lines(question, fold))),
+                "options": ["yes", "no", "always"], "tool": question.name,
+                "arguments": question.arguments, "preview": question.preview}})
+            answer = answers.get()
+        del self.questions[number]
+        return answer
+
+    def hear(self, answer: dict) -> None:
+        """Takes an answer to a question: a text as at the terminal; true; false or null is no."""
+        value = answer.get("value", 0)
+        if not isinstance(value, str | bool | None):
+            raise UsageError("an answer needs a value", "yes, no, always, or why not")
+        question = self.questions.get(str(answer.get("id")))
+        if question is None:
+            raise UsageError("no question of this id is open")
+        question.put(value if isinstance(value, str) else "yes" if value else "no")
+
+    # ── The requests. Each docstring is the help that get_commands gives.
+
+    @served
+    def prompt(self, message: str) -> None:
+        """work on a task; its events follow the response"""
+        self.start(self.agent.run(message))          # run() here, so that an abort counts from now
+
+    @served
+    def steer(self, message: str) -> None:
+        """say something to the model before its next turn"""
+        self.agent.steer(message)
+
+    @served
+    def follow_up(self, message: str) -> None:
+        """say something when the model is done otherwise"""
+        self.agent.follow_up(message)
+
+    @served
+    def abort(self) -> None:
+        """stop the run; an open question is answered no"""
+        self.agent.stop()
+
+    @served
+    def compact(self, text: str = "") -> Generator:
+        """put a summary in the place of older messages; the response comes when it is done"""
+        return self.agent.compact(text)
+
+    @served
+    def new_session(self) -> dict:
+        """begin a new session"""
+        self.chat.go_on(self.chat.settings.new_session(self.agent.workspace.root))
+        return {"session": self.agent.session.file}
+
+    @served
+    def resume(self, session: str) -> dict:
+        """go on with a session: its id, the start of one, or its file"""
+        notes = self.chat.resume(find_session(self.chat.settings.home, session))
+        return {"session": self.agent.session.file, "notes": notes}
+
+    @served
+    def rewind(self, entry_id: str, files: bool = False) -> dict:
+        """go back to an entry; with files, also bring back those that nobody else changed"""
+        moment = self.agent.session.moment(self.agent.session.find(entry_id))
+        changed = self.agent.files_back(moment)
+        wanted = [path for path, file in changed.items()
+                  if files and not file.problem and not file.foreign]
+        problems = self.agent.rewind(moment, changed, paths=wanted)
+        left = self.agent.files_back(moment)
+        return {"leaf": self.agent.session.leaf, "text": moment.text, "problems": problems,
+                "files": [path for path in wanted if path not in left], "left": list(left)}
+
+    @served
+    def fork(self) -> dict:
+        """go on in a new session that holds a copy of this branch"""
+        self.chat.fork()
+        return {"session": self.agent.session.file}
+
+    @served
+    def set_mode(self, mode: str) -> dict:
+        """set what may be done without asking: plan, ask or auto"""
+        self.agent.mode = one_of("mode", mode, MODES)
+        return self.get_state()
+
+    @served
+    def set_model(self, provider: str, model: str) -> dict:
+        """set who answers; with an empty model the provider's own"""
+        self.chat.choose(provider, model)
+        return self.get_state()
+
+    @served
+    def get_state(self) -> dict:
+        """what is set, and where the session is"""
+        agent, session = self.agent, self.agent.session
+        return {"session": session.file, "provider": agent.provider.name,
+                "model": agent.provider.model, "mode": agent.mode,
+                "workspace": str(agent.workspace.root), "running": self.running,
+                "leaf": session.leaf, "messages": len(self.get_messages()["messages"]),
+                "totals": dict(agent.totals)}
+
+    @served
+    def get_messages(self) -> dict:
+        """the messages of the branch, each with the id of its entry"""
+        return {"messages": [{"entry_id": entry.id, **entry.data["message"]}
+                             for entry in self.agent.session.active_path()
+                             if entry.type == "message"]}
+
+    @served
+    def get_tree(self) -> dict:
+        """all entries of the session"""
+        session = self.agent.session
+        names = {entry_id: label for label, entry_id in session.labels().items()}
+        return {"leaf": session.leaf, "entries": [
+            {"id": entry.id, "parent_id": entry.parent_id, "type": entry.type,
+             "text": brief(in_short(entry) or getattr(entry.message, "content", "")),
+             **({"label": names[entry.id]} if entry.id in names else {})}
+            for entry in list(session.entries)]}
+
+    @served
+    def list_sessions(self) -> dict:
+        """the sessions of the workspace, the last one first"""
+        found = list_sessions(self.chat.settings.home, self.agent.workspace.root)
+        return {"sessions": [one.to_json() for one in found]}
+
+    @served
+    def get_commands(self) -> dict:
+        """the commands of the chat, and these requests"""
+        helps = [function.__doc__.partition(": ") for function in COMMANDS.values()]
+        return {"commands": [{"name": name, "help": text} for name, _, text in helps],
+                "requests": [{"name": name, "help": method.__doc__,
+                              "fields": list(inspect.signature(method).parameters)[1:]}
+                             for name, method in REQUESTS.items()]}
+
+
+# ─── Export and inspection ───────────────────────────────────────────────────────────────────────
+# Looking at what is there, without changing it: the tree of a session, the list of sessions, how
+# the rules decide. What can be seen is text; pages for a browser are not built yet.
 
 def draw_tree(session: Session) -> list[str]:
     """A session as lines, the active path, marked `*`, straight down; what leaves it, indented.
@@ -5145,9 +5478,8 @@ def print_sessions(settings: "Settings") -> int:
     """Prints the sessions of the workspace, one a line, with --json one object each."""
     found = list_sessions(settings.home, settings.folder())
     for one in found:
-        print(json.dumps({"id": one.id, "file": str(one.path), "modified": one.modified,
-                          "messages": one.messages, "first": one.first})
-              if settings.flags.json else visible(session_in_short(one)))
+        print(json.dumps(one.to_json()) if settings.flags.json else
+              visible(session_in_short(one)))
     if not found:
         print(f"no session of {settings.folder()} yet", file=sys.stderr)
     return 0
@@ -5263,6 +5595,8 @@ class Settings:
                             help="commands in the sandbox may use the network")
         parser.add_argument("--no-session", action="store_true", help="keep nothing")
         parser.add_argument("--json", action="store_true", help="stdout: one event a line")
+        parser.add_argument("--rpc", action="store_true",
+                            help="requests on stdin, responses and events on stdout")
         parser.add_argument("-c", "--continue", dest="go_on", action="store_true",
                             help="go on with the last session of this workspace")
         parser.add_argument("-r", "--resume", metavar="ID|FILE", help="go on with this session")
@@ -5277,7 +5611,7 @@ class Settings:
         self.flags.task += words[dashes + 1:]
         for name, value in read_env_file(Path(__file__).resolve().with_name(".env")).items():
             os.environ.setdefault(name, value)
-        for provider in PROVIDERS.values():
+        for provider in (*PROVIDERS.values(), Provider("custom", "", "", "AGENT_API_KEY")):
             provider.key()                   # so that no key that is set is ever shown
         self.home = folder_of(os.environ.get("AGENT_HOME") or "~/.tiny_agent")
         self.mode = one_of("mode", self.get("AGENT_MODE"), MODES)
@@ -5372,7 +5706,12 @@ class Settings:
         return session
 
     def task(self) -> str:
-        """What the words on the command line and the piped input ask for; "" for a chat."""
+        """What the words on the command line and the piped input ask for; "" for a chat
+        and for --rpc."""
+        if self.flags.rpc and (self.flags.task or self.flags.json):
+            raise UsageError("--rpc takes no task and no --json", "tasks come as requests on stdin")
+        if self.flags.rpc:
+            return ""
         words = " ".join(self.flags.task)
         piped = "" if sys.stdin is None or sys.stdin.isatty() else \
             sys.stdin.buffer.read().decode("utf-8", "replace").strip("\n")
@@ -5418,7 +5757,8 @@ def run_program(settings: Settings, screen: Screen) -> int:
     if settings.flags.sessions:
         return print_sessions(settings)
     task = settings.task()
-    if not task and (settings.flags.json or not can_ask()):
+    out = own_stdout() if settings.flags.rpc else None
+    if not task and out is None and (settings.flags.json or not can_ask()):
         raise UsageError("there is no task", "give one as argument or through a pipe; a chat needs "
                          "a terminal, and is not for --json")
     session = settings.session()
@@ -5429,7 +5769,7 @@ def run_program(settings: Settings, screen: Screen) -> int:
                   max_steps=settings.max_steps, budget=settings.budget,
                   sandbox=settings.sandbox_state())
     if can_ask():
-        agent.approve = asker(agent, screen)
+        agent.approve = asker(agent, functools.partial(ask_at_terminal, agent, screen))
     for note in remarks(session, workspace):
         screen.say(f"warning: {note}", RED)
     screen.say(describe(agent), DIM)
@@ -5439,6 +5779,8 @@ def run_program(settings: Settings, screen: Screen) -> int:
                 "environment or in .env, start Ollama, or use --base-url")
         columns = max(40, min(shutil.get_terminal_size().columns, 100))
         screen.say(textwrap.fill(text, columns, initial_indent="  ", subsequent_indent="  "), DIM)
+    if out is not None:
+        return Server(agent, screen, settings, out).run()
     if not task:
         Chat(agent, screen, settings).run()
         return 0
