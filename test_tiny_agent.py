@@ -3177,6 +3177,112 @@ def test_over_http_the_prefix_stays_byte_for_byte(tmp_path, serve):
         assert json.dumps(after["messages"]).startswith(start) is (number not in changes), number
 
 
+# ── Said meanwhile
+
+def persons(agent) -> list[str]:
+    return [e.message.content for e in agent.session.active_path() if isinstance(e.message, UserMessage)]
+
+
+def test_what_is_said_meanwhile_joins_after_the_calls_of_the_turn(tmp_path):
+    def watch(event, agent):
+        if isinstance(event, ta.ToolStart) and event.id == "1":
+            threading.Thread(target=lambda: (agent.steer("hurry"), agent.steer("really"))).start()
+            time.sleep(0.05)
+    calls = AssistantMessage(tool_calls=(ToolCall("1", "note", {"text": "a"}), ToolCall("2", "note", {"text": "b"})),
+                             stop_reason="tool_use")
+    events, agent = run_agent([calls, "fine"], tmp_path, watch=watch)
+    assert [f"{m.role} {m.content}" for m in agent.provider.requests[1]["messages"]][-4:] == [
+        "tool_result noted in AGENTS.md", "tool_result noted in AGENTS.md", "user hurry", "user really"]
+    assert events[-1].answer == "fine"
+
+
+def test_the_run_goes_on_with_what_was_said_while_the_answer_came(tmp_path):
+    def watch(event, agent):
+        if isinstance(event, ta.TextDelta) and not persons(agent)[1:]:
+            agent.steer("one more thing")
+    events, agent = run_agent(["first", "second"], tmp_path, watch=watch)
+    assert (events[-1].answer, events[-1].totals["turns"]) == ("second", 2)
+    assert persons(agent) == ["go", "one more thing"]
+
+
+def test_a_follow_up_is_heard_when_the_run_would_stop(tmp_path):
+    def watch(event, agent):
+        if isinstance(event, ta.RunStart):
+            agent.follow_up("then this")
+            agent.follow_up("and that")
+    events, agent = run_agent([[("note", {"text": "a"})], "first", "second", "third"], tmp_path, watch=watch)
+    assert events[-1].answer == "third" and persons(agent) == ["go", "then this", "and that"]
+    assert [m.content for m in agent.provider.requests[2]["messages"]][-2:] == ["first", "then this"]
+
+
+def test_what_was_said_too_late_is_heard_by_the_next_run(tmp_path):
+    def watch(event, agent):
+        if isinstance(event, ta.RunEnd):
+            agent.steer("too late")
+    events, agent = run_agent([ProviderError("auth", "no"), "fine"], tmp_path, watch=watch)
+    agent.follow_up("and then")
+    agent.provider = ScriptedProvider(["one", "two"])
+    assert list(agent.run("again"))[-1].answer == "two"
+    assert persons(agent) == ["go", "again", "too late", "and then"]
+
+
+# ── Side by side
+
+def reads(*paths):
+    return AssistantMessage(tool_calls=tuple(ToolCall(p, "read_file", {"path": p}) for p in paths),
+                            stop_reason="tool_use")
+
+
+def test_calls_that_only_read_run_side_by_side_and_keep_their_order(tmp_path):
+    both = threading.Barrier(3, timeout=20)                   # passes only if all are there at once
+
+    @ta.tool
+    def read_file(path: str) -> str:
+        """Reads.
+
+        path: the file
+        """
+        both.wait()
+        return f"text of {path}"
+    agent = ta.Agent(ScriptedProvider([reads("a", "b", "c"), "fine"]), Workspace(tmp_path))
+    agent.tools["read_file"] = read_file
+    events = list(agent.run("go"))
+    assert results(agent) == ["text of a", "text of b", "text of c"] and events[-1].answer == "fine"
+    assert [f"{e.type} {e.id}" for e in events if isinstance(e, ta.ToolStart | ta.ToolEnd)] == [
+        "tool_start a", "tool_start b", "tool_start c", "tool_end a", "tool_end b", "tool_end c"]
+
+
+def test_a_refusal_among_them_stands_in_its_place(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / ".env").write_text("x")
+    events, agent = run_agent([reads("a", ".env", "b", "gone"), "fine"], tmp_path)
+    assert [text.strip()[:12] for text in results(agent)] == ["1\ta", "denied: the ", "1\tb", "there is no "]
+    assert events[-1].totals["tool_failures"] == 2
+
+
+def test_what_changes_something_waits_for_its_turn(tmp_path):
+    (tmp_path / "a").write_text("old\n")
+    calls = (ToolCall("1", "read_file", {"path": "a"}), ToolCall("2", "grep", {"pattern": "old"}),
+             ToolCall("3", "write_file", {"path": "a", "content": "new\n"}),
+             ToolCall("4", "read_file", {"path": "a"}), ToolCall("5", "find_files", {"pattern": "*"}))
+    events, agent = run_agent([AssistantMessage(tool_calls=calls, stop_reason="tool_use"), "fine"], tmp_path)
+    assert [re.sub(r"\s+", " ", text)[:9].strip() for text in results(agent)] == [
+        "1 old", "a:1: old", "wrote a:", "1 new", "a"]
+    order = [f"{e.type} {e.id}" for e in events if isinstance(e, ta.ToolStart | ta.ToolEnd)]
+    assert order.index("tool_end 2") < order.index("tool_start 3") < order.index("tool_end 3") < \
+        order.index("tool_start 4")
+
+
+def test_stopping_while_they_are_decided_gives_each_a_result(tmp_path):
+    def watch(event, agent):
+        if isinstance(event, ta.ToolStart):
+            agent.stop()
+    events, agent = run_agent([reads("a", "b", "c")], tmp_path, watch=watch)
+    assert events[-1].reason == "aborted" and len(results(agent)) == 3
+    assert all("stopped the run" in text for text in results(agent))
+
+
 # ── The same again and again
 
 def test_the_same_call_with_the_same_result_is_remarked_upon_and_then_ends_the_run(tmp_path):
@@ -3496,11 +3602,31 @@ def test_ctrl_c_stops_the_task_and_keeps_the_chat(tmp_path):
     while not (tmp_path / "workspace/p").exists():
         time.sleep(0.02)
     terminal.send("\x03")
-    terminal.read_until("stopped[\\s\\S]*demo auto> ")
+    terminal.read_until("stopped[\\s\\S]*nothing stops: ")
+    terminal.send("\n")                                    # nothing: it stops
+    terminal.read_until(PROMPT)
+    terminal.send("run echo $$ > q; sleep 60\n")
+    while not (tmp_path / "workspace/q").exists():
+        time.sleep(0.02)
+    terminal.send("\x03")
+    terminal.read_until("nothing stops: ")
+    terminal.send("run echo redirected\n")                # a line goes on with it
+    terminal.read_until("exit status 0[\\s\\S]*redirected" + PROMPT)
+    terminal.send("run sleep 60\n")
+    terminal.read_until("- shell sleep")
+    terminal.send("\x03")
+    terminal.read_until("nothing stops: ")
+    terminal.send("\x03")                                  # a second one stops too
+    terminal.read_until(PROMPT)
     terminal.send("run echo again\n")
-    terminal.read_until("again[\\s\\S]*demo auto> ")
+    terminal.read_until("again" + PROMPT)
     terminal.send("\x04")
     assert terminal.exit_status() == 0
+    session = Session.load(ta.newest_session(tmp_path / "home", tmp_path / "workspace"))
+    assert [e.message.content for e in session.active_path() if isinstance(e.message, UserMessage)] == [
+        "run echo $$ > p; sleep 60", "run echo $$ > q; sleep 60", "run echo redirected", "run sleep 60",
+        "run echo again"]
+    session.close()
 
 
 def typed(terminal, *steps):

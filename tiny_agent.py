@@ -66,6 +66,7 @@ import threading
 import time
 import types
 import typing
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from datetime import datetime, timezone
@@ -2187,6 +2188,8 @@ class Workspace:
         wanted = {pattern.removeprefix("./"), pattern.removeprefix("./").replace("**/", "")}
         found = []
         for name, _ in self.files(self.root):
+            if self.abort.done:
+                raise KeyboardInterrupt
             names = (name, name.rpartition("/")[2])
             if any(fnmatch.fnmatch(n, p) for n in names for p in wanted):
                 found.append(name)
@@ -3859,10 +3862,12 @@ def whole_summary(text: str, entries: list[Entry], place: int) -> str:
 # The loop. run() is a generator of events: who iterates it drives it, and may stop at any time.
 # One turn is a request, its reply and its calls, one after the other. How a run ended is data (the
 # reason in run_end), not an exception; every failure of a tool is a sentence for the model. An
-# entry is in the ledger before its event is told. Left out for now: steering, parallel calls.
+# entry is in the ledger before its event is told. Calls that only read run side by side. What is
+# said meanwhile joins between two turns, where a history may be joined.
 
 WAITS = (1, 2, 4, 8)         # seconds before a request is sent again, if the server names no time
 MOST_ATTEMPTS = 5            # of one request, whatever went wrong
+MOST_AT_ONCE = 8             # calls that only read, in threads
 LONGEST_WAIT = 120           # seconds; a longer wait is not waited but reported
 ANSWER_RESERVE = 8_000       # tokens of a known window that are left for the answer, or a quarter
 REMARK_AFTER, END_AFTER = 3, 5       # calls in a row that are the same, with the same result
@@ -3929,6 +3934,8 @@ class Agent:
         self.approve, self.home = approve, home
         self.max_steps, self.budget, self.sandbox = max_steps, budget, sandbox
         self.hooks, self.abort = Hooks(), Abort()
+        self.steering: deque[str] = deque()      # said while a run goes on, not heard yet
+        self.follow_ups: deque[str] = deque()    # to be heard when the run would stop
         self.tools = workspace.tools()
         self.begin(session or Session())
         workspace.sandboxed = sandbox == "on"
@@ -3952,6 +3959,17 @@ class Agent:
     def stop(self) -> None:
         """Stops the run at once; from any thread or a signal handler."""
         self.abort.set()
+
+    def steer(self, text: str) -> None:
+        """Says something to a run that goes on, from any thread: it joins after the calls of the
+        turn, and the run goes on with it. What comes too late is heard by the next run."""
+        self.steering.append(text)
+
+    def follow_up(self, text: str) -> None:
+        """Says something that is to be heard when the run would stop, from any thread; then the
+        run goes on with it, and its turns count on. A run that ends in another way leaves it to
+        the next one."""
+        self.follow_ups.append(text)
 
     def files_back(self, moment: Moment) -> dict[str, FileBack]:
         """What a rewind would do to files, by their paths; only to those that would change."""
@@ -4013,6 +4031,7 @@ class Agent:
                        str(self.workspace.root))
         yield from self.warnings(self.hooks.call("run_start", task)[1])
         yield from self.hear(task)
+        yield from self.hear_all(self.steering)
         try:
             reason, error = yield from self.turns()
         finally:
@@ -4049,7 +4068,7 @@ class Agent:
             yield TurnStart(turn)
             message, error = yield from self.ask_model()
             while self.open_calls:
-                yield from self.use_tool(self.open_calls[0], message.stop_reason == "length")
+                yield from self.use_tools(self.next_calls(), message.stop_reason == "length")
             yield TurnEnd(turn)
             if error:
                 return "aborted" if error.kind == "aborted" else "error", error.to_json()
@@ -4057,7 +4076,8 @@ class Agent:
                 return "aborted", ProviderError("aborted", "stopped by the person").to_json()
             if message.stop_reason == "length":
                 return "length", None
-            if not message.tool_calls:
+            if not (yield from self.hear_all(self.steering)) and not message.tool_calls \
+                    and not (yield from self.hear_all(self.follow_ups, 1)):
                 return "stop", None
             if self.same[1] >= END_AFTER:
                 return "max_steps", {
@@ -4077,6 +4097,14 @@ class Agent:
         self.asides = []
         more = {"told": news, "typed": len(text)} if notes else {}
         yield from self.record(UserMessage(text + "".join(map(NOTE.format, notes))), **more)
+
+    def hear_all(self, waiting: deque, most: int = sys.maxsize) -> Iterator[Event]:
+        """Takes up what waits, in order; returns whether there was anything."""
+        heard = 0
+        while waiting and heard < most:
+            heard += 1
+            yield from self.hear(waiting.popleft())
+        return heard > 0
 
     def record(self, message: Message, **more: object) -> Iterator[Event]:
         """A message that is there at once: into the ledger, then told."""
@@ -4319,26 +4347,62 @@ class Agent:
         yield from ()
         return drained(self.request(*what))
 
-    # ── One tool call
+    # ── Tool calls
 
-    def use_tool(self, call: ToolCall, cut_off: bool) -> Iterator[Event]:
-        """Decides about a call, runs it if it may, and gives it its one result."""
+    def next_calls(self) -> list[ToolCall]:
+        """The calls that are due: one, or those next to each other that only read."""
+        reading = list(itertools.takewhile(lambda call: call.name in READ_ONLY, self.open_calls))
+        return reading or self.open_calls[:1]
+
+    def use_tools(self, calls: list[ToolCall], cut_off: bool) -> Iterator[Event]:
+        """Decides about calls, runs those that may, and gives each its one result, in order."""
+        judged = []
+        for call in calls:
+            judged.append((call, *(yield from self.start_call(call, cut_off))))
+        self.workspace.read_only = self.mode == "plan"
+        with self.side_by_side(judged) as ahead:
+            for place, (call, decision, arguments, refusal) in enumerate(judged):
+                if place in ahead:
+                    outcome, seconds = ahead[place].result()
+                elif refusal:
+                    outcome, seconds = Outcome(refusal, True), 0.0
+                else:
+                    outcome, seconds = yield from self.run_tool(call, arguments)
+                yield from self.end_call(call, decision, arguments, outcome, seconds)
+
+    @contextlib.contextmanager
+    def side_by_side(self, judged: list[tuple]) -> Iterator[dict]:
+        """Within, calls run in threads, if there are several; gives their futures by their place.
+
+        grep stays in the main thread, since nothing else can end a match that takes too long.
+        """
+        from concurrent.futures import ThreadPoolExecutor
+        pool = ThreadPoolExecutor(MOST_AT_ONCE)          # it makes no thread that is not needed
+        try:
+            yield {place: pool.submit(drained, self.run_tool(call, arguments))
+                   for place, (call, _, arguments, refusal) in enumerate(judged)
+                   if not refusal and call.name != "grep" and len(judged) > 1}
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def start_call(self, call: ToolCall, cut_off: bool) -> Iterator[Event]:
+        """Decides about a call; returns (the decision, the arguments, the refusal or "")."""
         if self.abort.done or cut_off:
             why = "the person stopped the run" if self.abort.done else \
                 "the reply was cut off by its length limit"
-            result = self.finish(call, None, Outcome(f"not run: {why}", True))
-        else:
-            decision, arguments, refusal = self.judge(call)
-            yield ToolStart(call.id, call.name, call.arguments, decision.decision,
-                            str(decision.rule) if decision.rule else None, decision.reason)
-            started = time.monotonic()
-            self.workspace.read_only = self.mode == "plan"
-            outcome = Outcome(refusal, True) if refusal else \
-                (yield from self.run_tool(call, arguments))
-            result = self.finish(call, decision, outcome)
-            yield ToolEnd(call.id, call.name, result.is_error, result.content,
-                          round(time.monotonic() - started, 3))
-            if not refusal:
+            return None, {}, f"not run: {why}"
+        decision, arguments, refusal = self.judge(call)
+        yield ToolStart(call.id, call.name, call.arguments, decision.decision,
+                        str(decision.rule) if decision.rule else None, decision.reason)
+        return decision, arguments, refusal
+
+    def end_call(self, call: ToolCall, decision: Decision | None, arguments: dict,
+                 outcome: Outcome, seconds: float) -> Iterator[Event]:
+        """Records and tells what came of a call; a call that did not start has no decision."""
+        result = self.finish(call, decision, outcome)
+        if decision:
+            yield ToolEnd(call.id, call.name, result.is_error, result.content, seconds)
+            if decision.decision == "allow":
                 yield from self.warnings(self.hooks.call("after_tool", call.name, arguments,
                                                          result.content)[1])
         yield MessageStart(result)
@@ -4417,7 +4481,14 @@ class Agent:
         return f"--mode auto or --allow '{name}:*'"
 
     def run_tool(self, call: ToolCall, arguments: dict) -> Iterator[Event]:
-        """Runs an allowed call, telling its output as it comes; returns the Outcome."""
+        """Runs an allowed call, telling its output as it comes; returns (the Outcome, seconds)."""
+        started = time.monotonic()
+        outcome = yield from self.outcome_of(call, arguments)
+        return outcome, round(time.monotonic() - started, 3)
+
+    def outcome_of(self, call: ToolCall, arguments: dict) -> Iterator[Event]:
+        if self.abort.done:
+            return Outcome("not run: the person stopped the run", True)
         try:
             outcome = self.tools[call.name](**arguments)
             if inspect.isgenerator(outcome):
@@ -4850,8 +4921,16 @@ class Chat:
         elif name.startswith("/") and "/" not in name[1:] and "\n" not in text:
             self.screen.say(f"There is no command {name}; /help lists them.", RED)
         else:
-            with contextlib.suppress(KeyboardInterrupt):
-                watch(self.agent, text, self.screen, self.screen.show)
+            self.work(text)
+
+    def work(self, text: str) -> None:
+        """Works on a task. Stopped by Ctrl-C, it asks: a line typed there is what comes next, and
+        the model knows what it was at."""
+        with contextlib.suppress(KeyboardInterrupt):
+            if watch(self.agent, text, self.screen, self.screen.show).reason == "aborted":
+                instead = self.ask("What instead? A line goes on with it, nothing stops: ")
+                if instead:
+                    self.take(instead)
 
     def go_on(self, session: Session) -> None:
         """Leaves the session for another one."""
