@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import gzip
 import inspect
+import io
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import typing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -86,12 +88,14 @@ def results(agent) -> list[str]:
 class Server:
     """Replays replies on a port of its own; `requests` holds (path, headers, body) of each.
 
-    A reply is a dict: status, headers, chunks (bytes, each sent as one HTTP chunk), and end: "eof",
-    "cut" (no last chunk) or "stall". The last one repeats.
+    A reply is a dict: status, headers, chunks (bytes, each sent as one HTTP chunk), end: "eof",
+    "cut" (no last chunk) or "stall", and after: an Event it waits for. The last one repeats.
     """
 
     def __init__(self, *replies):
         self.replies, self.requests, self.closing = list(replies), [], threading.Event()
+        self.started = threading.Event()
+        self.started.set()
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -105,6 +109,7 @@ class Server:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 server.requests.append((self.path, self.headers, json.loads(body or b"null")))
                 reply = server.replies.pop(0) if len(server.replies) > 1 else server.replies[0]
+                reply.get("after", server.started).wait(30)
                 with contextlib.suppress(OSError):
                     self.play(reply)
 
@@ -3461,7 +3466,7 @@ def test_long_texts_are_folded_and_say_so():
 class Terminal:
     """The program on a pseudo-terminal."""
 
-    def __init__(self, folder, *words, env=()):
+    def __init__(self, folder, *words, env=(), columns=80):
         import pty
         environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "LANG": "C.UTF-8",
                        "TERM": "dumb", "AGENT_HOME": str(folder / "home"), **dict(env)}
@@ -3469,7 +3474,14 @@ class Terminal:
         if self.pid == 0:
             os.chdir(folder)
             os.execve(sys.executable, [sys.executable, str(PROGRAM), *words], environment)
+        self.resize(columns)
         self.text, self.mark = "", 0
+
+    def resize(self, columns):
+        import fcntl
+        import struct
+        import termios
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
     def read_until(self, pattern, seconds=15):
         import select
@@ -3489,8 +3501,12 @@ class Terminal:
         os.write(self.fd, text.encode())
 
     def exit_status(self):
-        with contextlib.suppress(OSError, AssertionError):
-            self.read_until(r"\Z\A.", 5)
+        try:
+            with contextlib.suppress(OSError):
+                self.read_until(r"\Z\A.", 5)
+        except AssertionError:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)      # if it did not end by itself
         _, status = os.waitpid(self.pid, 0)
         os.close(self.fd)
         return os.waitstatus_to_exitcode(status)
@@ -3556,11 +3572,11 @@ def test_what_was_typed_before_the_question_is_no_answer(tmp_path, serve):
     server = serve({"chunks": [sse(call_delta(0, "c", "shell", '{"command": "touch pwned"}'),
                                    delta("tool_calls"))]}, says())
     terminal = Terminal(tmp_path, "--base-url", server.url)
-    terminal.read_until("custom ask> ")
+    terminal.read_until(r"custom ask \d+%> ")
     terminal.send("do it\ny\n")
     terminal.read_until(QUESTION)
     terminal.send("n\n")
-    terminal.read_until("custom ask> ")
+    terminal.read_until(r"custom ask \d+%> ")
     assert not (tmp_path / "workspace/pwned").exists()
     terminal.send("\x04")
     assert terminal.exit_status() == 0
@@ -3575,12 +3591,104 @@ def test_ctrl_c_at_a_question_refuses_and_stops(tmp_path):
     assert terminal.exit_status() == 130 and not (tmp_path / "workspace/fib.py").exists()
 
 
+WIDE_OPEN = {"TERM": "xterm-256color"}
+SURROUNDINGS = {
+    "a colour terminal": (WIDE_OPEN, 80, r"\x1b\[2m"), "no colour wanted": ({**WIDE_OPEN, "NO_COLOR": "1"}, 80, ""),
+    "a dumb terminal": ({"TERM": "dumb"}, 80, ""), "no TERM at all": ({"TERM": ""}, 80, r"\x1b\[2m"),
+    "20 columns": ({"TERM": "dumb"}, 20, ""), "a size of nothing": (WIDE_OPEN, 0, r"\x1b\[2m"),
+    "the C locale": ({"TERM": "dumb", "LC_ALL": "C", "LANG": "C"}, 80, "")}
+
+
+@posix
+@pytest.mark.parametrize("env, columns, escapes", SURROUNDINGS.values(), ids=SURROUNDINGS)
+def test_one_shot_on_any_terminal(tmp_path, serve, env, columns, escapes):
+    server = serve(stream_of(delta(reasoning_content="grübeln"), delta(content="erst\n"),
+                             call_delta(0, "c", "shell", '{"command": "echo é日本; sleep 0.5"}'),
+                             delta("tool_calls")), says("fertig: é日本"))
+    terminal = Terminal(tmp_path, "--base-url", server.url, "--mode", "auto", "--sandbox", "off", "tu es",
+                        env=env, columns=columns)
+    terminal.read_until(r"- shell echo")
+    terminal.resize(30)
+    shown = terminal.read_until("fertig: é日本") and terminal.text
+    assert terminal.exit_status() == 0 and "| é日本" in shown and "grübeln" in shown
+    assert re.search(escapes, shown) if escapes else not re.search(r"\x1b\[\d*m", shown)
+    assert env["TERM"] != "dumb" or "\x1b" not in shown and "running" not in shown
+
+
+def remains(text) -> str:
+    """What a terminal shows in the end, if it can erase a line and go up one."""
+    rows, row = [""], 0
+    for piece in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", text):
+        if piece == "\n":
+            row += 1
+            rows += [""] * (row == len(rows))
+        elif piece == "\x1b[A":
+            row -= 1
+        elif piece == "\x1b[K":
+            rows[row] = ""
+        elif piece[0] not in "\r\x1b":
+            rows[row] += piece
+    return "\n".join(rows)
+
+
+@posix
+def test_what_is_waited_for_passes_on_a_terminal(tmp_path, serve):
+    ready = threading.Event()
+    command = json.dumps({"command": "seq 5; while [ ! -e go ]; do sleep 0.02; done; echo six"})
+    server = serve(stream_of(call_delta(0, "c", "shell", command), delta("tool_calls"), {
+        "choices": [], "usage": {"prompt_tokens": 3000, "completion_tokens": 400}}, after=ready), says())
+    terminal = Terminal(tmp_path, "--base-url", server.url, "--mode", "auto", "--sandbox", "off", "go",
+                        env=WIDE_OPEN)
+    terminal.read_until(r"waiting \d+ s, about \d+ tokens")
+    ready.set()
+    passing = terminal.read_until(r"running \d+ s, about 3,400 tokens")
+    assert re.search(r"\| 3\r\n  \| 4\r\n  \| 5\r\n  running", passing)
+    (tmp_path / "workspace/go").touch()
+    terminal.read_until("fine")
+    assert terminal.exit_status() == 0
+    left = remains(terminal.text)
+    assert not re.search(r"waiting|running|\| 3", left)
+    assert re.search(r"- shell seq 5.*\n  exit status 0 .*\n  \| 5\n  \| six\nfine\n", left)
+
+
+class Tty(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_nothing_passes_during_a_question_or_within_a_line(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    screen = ta.Screen(Tty(), Tty())
+
+    def drawn() -> str:
+        before = len(screen.err.getvalue())
+        screen.since = screen.since and screen.since - 60
+        screen.draw()
+        return screen.err.getvalue()[before:]
+    with screen.waiting():
+        assert "waiting 60 s" in drawn()
+        screen.show(ta.TextDelta("half a li"))
+        assert drawn() == ""
+        screen.show(ta.ToolcallStart("1", "note"))
+        screen.show(ta.ToolcallDelta("1", "note", "x" * 4000))
+        assert "about 1,002 tokens" in drawn()
+        monkeypatch.setattr(ta, "read_answer", lambda agent: "n")
+        ta.ask_at_terminal(None, screen, ta.Question("note", {}, "text", "why", ""))
+        assert drawn() == ""
+        screen.show(ta.ToolStart("1", "note", {}, "allow", None, ""))
+        screen.show(ta.ToolOutput("1", "10%\r90%\r\n日本\n"))
+        assert re.search(r"\| 90%\n  \| 日本\n  running 60 s", drawn())
+
+
 # ─── Commands ────────────────────────────────────────────────────────────────────────────────────
+
+PROMPT = r"[\s\S]*demo \w+ \d+%> "
+
 
 @posix
 def test_a_chat(tmp_path):
     terminal = Terminal(tmp_path, "--mode", "auto", "--sandbox", "off")
-    terminal.read_until("demo auto> ")
+    terminal.read_until(r"demo auto \d+%> ")
     for line, shown in (("/help", r"/exit: leave"), ("/mode", r"\* auto"), ("/mode plan", r"\* plan"),
                         ("run echo hi", "plan mode only reads"), ("/mode auto", r"\* auto"),
                         ("run echo hi", "exit status 0"), ("/status", r"session: /\S+\.jsonl"),
@@ -3589,7 +3697,7 @@ def test_a_chat(tmp_path):
                         ("/mode fast", "there is no mode 'fast'"), ("/provider groq", "GROQ_API_KEY"),
                         ('"""\nrun echo one\n\n"""', "exit status 0")):
         terminal.send(line + "\n")
-        terminal.read_until(shown + r"[\s\S]*demo \w+> ")
+        terminal.read_until(shown + PROMPT)
     terminal.send("exit\n")
     assert terminal.exit_status() == 0
 
@@ -3597,7 +3705,7 @@ def test_a_chat(tmp_path):
 @posix
 def test_ctrl_c_stops_the_task_and_keeps_the_chat(tmp_path):
     terminal = Terminal(tmp_path, "--mode", "auto", "--sandbox", "off")
-    terminal.read_until("demo auto> ")
+    terminal.read_until(r"demo auto \d+%> ")
     terminal.send("run echo $$ > p; sleep 60\n")
     while not (tmp_path / "workspace/p").exists():
         time.sleep(0.02)
@@ -3637,7 +3745,224 @@ def typed(terminal, *steps):
     return last
 
 
-PROMPT = r"[\s\S]*demo \w+\S*> "
+MARKED = "\x1b[200~{}\x1b[201~\n"             # a paste, as most terminals send it
+TYPED = {     # what is typed, each piece after the prompt for it; the messages that this makes
+    "a marked paste": ([MARKED.format("one\n  two\n/mode auto\n")], ["one\n  two\n/mode auto"]),
+    "lines that come at once": (["one\n  two\n"], ["one\n  two"]),
+    "an open end of what comes at once": (["one\ntwo", "and more\n"], ["one\ntwoand more"]),
+    "lines one after the other": (["one\n", "two\n"], ["one", "two"]),
+    "a command before a line": (["/mode auto\none\n"], ["one"]),
+    "a command after a line": (["one\n/mode auto\ntwo\n"], ["one", "two"]),
+    "a line that goes on": (["one \\\n", "two\\\n", "\\three\n"], ["one two\\three".replace("two", "\ntwo\n", 1)]),
+    "Ctrl-D in a line that goes on": (["one\\\n", "\x04", "two\n"], ["one", "two"]),
+    "Ctrl-D after a line": (["one\n\x04"], ["one"]),
+    "a block": (['"""\n', "one\n", "/mode auto\n", "\n", 'two """\n', '"""\n'], ['one\n/mode auto\n\ntwo """']),
+    "a block opened with text": (['"""one\n', "two\n", '"""\n'], ["one\ntwo"]),
+    "a block in one line": (['"""one"""\n'], ["one"]),
+    "a pasted block": ([MARKED.format('"""\none\n"""')], ["one"]),
+    "pasted code that begins with quotes": ([MARKED.format('"""Doc."""\nx = 1')], ['"""Doc."""\nx = 1']),
+    "Ctrl-D in a block": (['"""\n', "one\n", "\x04", "two\n"], ["one", "two"]),
+    "Ctrl-C, then arrow up": (["half", "\x03", "\x1b[A\n"], ["half"]),
+    "Ctrl-C in a block, then arrow up": (['"""one\n', "\x03", '\x1b[A\n"""\n'], ["one"]),
+    "no file after @": (["me@x.org, @property (@nobody)\n"], ["me@x.org, @property (@nobody)"]),
+    "a Tab at the beginning": (["\tone \ttwo\n"], ["one two"]),
+    "other scripts": (["grüße 日本\n"], ["grüße 日本"])}
+NO_READLINE = ("a marked paste", "a pasted block", "pasted code that begins with quotes", "Ctrl-C, then arrow up",
+               "Ctrl-C in a block, then arrow up", "a Tab at the beginning", "an open end of what comes at once")
+
+
+def without_readline(folder) -> dict:
+    """The environment of a Python that has no readline."""
+    (folder / "lib").mkdir()
+    (folder / "lib/readline.py").write_text("raise ImportError\n")
+    return {"PYTHONPATH": str(folder / "lib"), "TERM": "xterm"}
+
+
+@posix
+@pytest.mark.parametrize("name, kind", [(name, kind) for name in TYPED for kind in (
+    "readline", "the C locale", "no readline") if kind != "no readline" or name not in NO_READLINE])
+def test_what_is_typed_becomes_these_messages(tmp_path, serve, name, kind):
+    pieces, messages = TYPED[name]
+    server = serve(says("fine"))
+    env = without_readline(tmp_path) if kind == "no readline" else \
+        {"TERM": "xterm", **({"LC_ALL": "C"} if kind == "the C locale" else {})}
+    terminal = Terminal(tmp_path, "--base-url", server.url, env=env)
+    for piece in pieces:
+        terminal.read_until(r"(%> |\.\.\. (two)?)\Z" if piece != "\x03" else r"half|\.\.\. ")
+        terminal.send(piece)
+    if pieces[-1][-1] != "\x04":
+        terminal.mark = 0
+        terminal.read_until(r"(fine[\s\S]*){%d}%%> " % len(messages))
+        terminal.send("\x04")
+    assert terminal.exit_status() == 0
+    sent = [m["content"] for m in server.body()["messages"] if m["role"] == "user"]
+    assert [text.partition("\n\n[note from")[0] for text in sent] == messages
+
+
+@posix
+def test_lines_typed_ahead_are_messages_of_their_own(tmp_path, serve):
+    ready = threading.Event()
+    server = serve({**says("fine"), "after": ready}, says("fine"))
+    terminal = Terminal(tmp_path, "--base-url", server.url)
+    typed(terminal, ("", "%> "))
+    terminal.send("one\n")
+    while not server.requests:
+        time.sleep(0.02)
+    terminal.send("two\nthree\n")
+    ready.set()
+    terminal.read_until(r"(fine[\s\S]*){3}%> ")
+    assert [m["content"] for m in server.body()["messages"] if m["role"] == "user"] == ["one", "two", "three"]
+    terminal.send("\x04")
+    assert terminal.exit_status() == 0
+
+
+@posix
+def test_the_history_reaches_into_later_chats_without_keys(tmp_path, serve):
+    server = serve(says("fine"))
+    words, env = ["--base-url", server.url], {"AGENT_API_KEY": KEY, "TERM": "xterm"}
+    terminal = Terminal(tmp_path, *words, env=env)
+    terminal.read_until("%> ")
+    typed(terminal, (f"my key is {KEY}", "fine[^>]*%> "), ('"""\none\nline é\n"""', "fine[^>]*%> "))
+    terminal.send("never sent")
+    terminal.read_until("never sent")
+    os.close(terminal.fd)                     # the window is closed
+    assert os.waitstatus_to_exitcode(os.waitpid(terminal.pid, 0)[1]) == 128 + signal.SIGHUP
+    path = tmp_path / "home/history"
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    assert KEY not in path.read_text() and "my key is [key]" in path.read_text()
+    with path.open("a") as file:
+        file.write('{"damaged"\n7\n"a\\u0000b"\n')
+    terminal = Terminal(tmp_path, *words, "--no-session", env=env)
+    terminal.read_until("%> ")
+    terminal.send("\x1b[A\x1b[A\n")
+    terminal.read_until("fine[^>]*%> ")
+    assert server.body()["messages"][-1]["content"] == "one\nline é"
+    terminal.send("\x1b[A\x1b[A\n")
+    typed(terminal, ("/exit", "exit"))
+    assert "/exit" not in path.read_text()
+
+
+def test_a_long_history_is_cut_when_a_chat_begins(tmp_path):
+    pytest.importorskip("readline")
+    (tmp_path / "history").write_text("".join(f'"{number}"\n' for number in range(2001)))
+    chat, added = new_chat(tmp_path), []
+    chat.set_up(fake_readline(added=added))
+    assert added == [str(number) for number in range(1001, 2001)]
+    assert len((tmp_path / "history").read_text().splitlines()) == 1000
+
+
+def fake_readline(doc="GNU", bound=None, added=None):
+    """Something with the functions of readline."""
+    fake = types.SimpleNamespace(__doc__=doc, parse_and_bind=[].append if bound is None else bound.append,
+                                 add_history=[].append if added is None else added.append)
+    for name in ("set_completer_delims", "set_completer", "set_auto_history"):
+        setattr(fake, name, lambda value: None)
+    return fake
+
+
+@pytest.mark.parametrize("doc, line", [("uses libedit readline", "bind ^I rl_complete"), ("GNU", "tab: complete")])
+def test_tab_is_bound_in_the_words_of_the_library(tmp_path, doc, line):
+    bound = []
+    new_chat(tmp_path).set_up(fake_readline(doc, bound))
+    assert bound[0] == line
+
+
+def new_chat(folder):
+    """A chat in a folder, whose home is that folder too."""
+    agent = ta.Agent(ScriptedProvider(["fine"]), Workspace(folder))
+    settings = types.SimpleNamespace(home=folder, flags=types.SimpleNamespace(no_session=False))
+    return ta.Chat(agent, ta.Screen(io.StringIO(), io.StringIO()), settings)
+
+
+@pytest.mark.parametrize("line, found", [
+    ("/mo", ["/mode ", "/model "]), ("/mode p", ["plan "]), ("/provider gr", ["groq "]), ("/why sh", ["shell "]),
+    ("/why read_file su", ["sub/"]), ("see @su", ["@sub/"]), ("@sub/", ["@sub/a.py", "@sub/b.py"]),
+    ("@sub/../sub/a", ["@sub/../sub/a.py"]), ("!cat sub/b", ["sub/b.py"]), ("@.", ["@.env"]), ("@", ["@sub/"]),
+    ("@../", []), ("@/etc/pass", []), ("@sub/a.py/", []), ("/nope", []), ("one /mo", [])])
+def test_tab_completes(tmp_path, line, found):
+    (tmp_path / "sub").mkdir()
+    for name in ("sub/a.py", "sub/b.py", "sub/odd\x1b[2J", "sub/two words", ".env"):
+        (tmp_path / name).touch()
+    before, blank, word = line.rpartition(" ")
+    assert ta.candidates(new_chat(tmp_path), before + blank, word) == found
+
+
+def test_tab_completes_ids(tmp_path):
+    chat = new_chat(tmp_path)
+    list(chat.agent.run("one"))
+    asked = chat.agent.session.active_path()[1].id
+    assert ta.candidates(chat, "/rewind ", asked[:3]) == [asked + " "]
+    folder = ta.make_folders(ta.sessions_folder(tmp_path, chat.agent.workspace.root))
+    (folder / "20260101T000000Z_12ab34cd.jsonl").touch()
+    assert ta.candidates(chat, "/resume ", "12") == ["12ab34cd "]
+    assert set(ta.ARGUMENTS) <= set(ta.COMMANDS)
+
+
+@posix
+def test_tab_at_the_prompt(tmp_path):
+    (tmp_path / "workspace").mkdir()
+    (tmp_path / "workspace/story_é.txt").write_text("Once upon a time\n", "utf-8")
+    terminal = Terminal(tmp_path, "-p", "demo")
+    terminal.read_until("%> ")
+    terminal.send("/mode pl\t\n")
+    terminal.read_until(r"\* plan" + PROMPT)
+    terminal.send("é @sto\t\n")
+    terminal.read_until("with story_é.txt, 17 characters" + PROMPT)
+    terminal.send("\x04")
+    assert terminal.exit_status() == 0
+
+
+@posix
+def test_a_command_of_the_persons_own(tmp_path, serve):
+    server = serve(says())
+    terminal = Terminal(tmp_path, "--base-url", server.url, "--mode", "plan", "--deny", "shell:*")
+    terminal.read_until("%> ")
+    typed(terminal, ("!echo $((6*7)); touch made", "42\r\n  exit status 0[^>]*%> "))
+    assert (tmp_path / "workspace/made").exists() and not server.requests
+    terminal.send("!echo begun; sleep 60\n")
+    terminal.read_until("begun\r\n")
+    terminal.send("\x03")
+    typed(terminal, ("", "interrupted by the person[^>]*%> "), ("what was that?", "fine[^>]*%> "))
+    said = server.body()["messages"][-1]["content"]
+    assert said.startswith("what was that?\n\n") and "the person ran `echo $((6*7)); touch made`: exit" in said
+    assert re.search(r"ran `echo begun; sleep 60`: stopped, [^\n]*\nbegun\]", said)
+    typed(terminal, ("and now?", "fine[^>]*%> "), ("/exit", "exit"))
+    assert server.body()["messages"][-1]["content"] == "and now?"
+    assert terminal.exit_status() == 0
+
+
+@pytest.mark.parametrize("text, told, shown", [
+    ("see @a.py", "the file a.py, which the person named with @:\nprint(1)\n", "with a.py, 9 characters"),
+    ('(@a.py), @"a.py", @./a.py!', "the file a.py", "with a.py"), ('@"two words.txt"', "two words.txt", "with two"),
+    ("@long.txt", "x\n[the first 1,000 of 5,000 characters]", "of which the first 1,000"),
+    ("@key", "the key is [key]", "with key"), ("@.env", "", ".env is left out: a rule forbids reading it"),
+    ("@../outside.txt", "", "outside.txt is left out"), ("@nul.bin", "", "binary"),
+    ("@folder a@a.py @nobody @", "", "")])
+def test_a_file_that_is_named_goes_with_the_message(tmp_path, text, told, shown):
+    work = tmp_path / "work"
+    (work / "folder").mkdir(parents=True)
+    ta.SECRETS.add(KEY)
+    for name, content in {"a.py": "print(1)\n", "long.txt": "x" * 5000, "two words.txt": "2", ".env": "A=1", "nul.bin": "\0",
+                          "../outside.txt": "out", "key": f"the key is {KEY}"}.items():
+        (work / name).write_text(content)
+    agent = ta.Agent(ScriptedProvider(["fine"]), Workspace(work, limit=1000))
+    screen = ta.Screen(io.StringIO(), io.StringIO())
+    ta.add_files(agent, text, screen)
+    list(agent.run(text))
+    entry = agent.session.active_path()[1]
+    assert entry.message.content.startswith(text) and told in entry.message.content[len(text):]
+    assert bool(told) == ("the file" in entry.message.content) and shown in screen.err.getvalue()
+    assert agent.session.moment(entry).text == text and (shown or not screen.err.getvalue())
+    assert entry.message.content.count("print(1)") <= 1
+
+
+def test_a_file_that_is_named_goes_with_a_one_shot_task_but_not_for_piped_text(tmp_path, serve):
+    server = serve(says())
+    (tmp_path / "workspace").mkdir()
+    (tmp_path / "workspace/a.py").write_text("print(1)\n")
+    assert cli(tmp_path, "--base-url", server.url, "explain @a.py").stdout == "fine\n"
+    cli(tmp_path, "--base-url", server.url, stdin="explain @a.py")
+    assert ["print(1)" in server.body(n)["messages"][-1]["content"] for n in (0, 1)] == [True, False]
 
 
 @posix
@@ -4272,7 +4597,7 @@ def test_a_chat_keeps_the_address_and_the_folder_it_was_given(tmp_path, serve):
     for line, shown in (("/provider demo", r"\* demo"), ("/provider custom", r"\* custom"), ("/new", "A new"),
                         ("hi", "fine"), ("/status", "session: ")):
         terminal.send(line + "\n")
-        shown = terminal.read_until(shown + r"[\s\S]*\w+ ask> ")
+        shown = terminal.read_until(shown + r"[\s\S]*\w+ ask \d+%> ")
     terminal.send("exit\n")
     assert terminal.exit_status() == 0
     assert Path(re.search(r"session: (\S+)", shown)[1]).parent == path.parent

@@ -4539,14 +4539,22 @@ class Agent:
 # ─── Showing events ──────────────────────────────────────────────────────────────────────────────
 # Part II: who reads events. The answer goes to stdout, everything else to stderr, so that a pipe
 # gets the answer alone. What comes from a model, a file or a server is made visible() before it is
-# shown on a terminal. Left out: redrawing; every line that was shown stays.
+# shown on a terminal. Lines that were shown stay; below them, on a terminal that can erase, stand
+# passing lines while nothing else is shown: the last ones of a running command, and how long it
+# has been. Left out: any other redrawing.
 
 DIM, RED, BOLD, PLAIN_STYLE = "\033[2m", "\033[31m", "\033[1m", "\033[0m"
+ERASE_LINE, LINE_UP, NO_WRAP, WRAP = "\r\033[K", "\033[A", "\033[?7l", "\033[?7h"
+
+
+def can_erase(stream: typing.TextIO) -> bool:
+    """May escape sequences be written there?"""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def has_colour(stream: typing.TextIO) -> bool:
-    """May escape sequences be written there? (https://no-color.org)"""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    """May it be coloured? (https://no-color.org)"""
+    return can_erase(stream) and not os.environ.get("NO_COLOR")
 
 
 def fold(text: str, lines: int = 60, columns: int = 1000) -> str:
@@ -4570,9 +4578,14 @@ class Screen:
     def __init__(self, out: typing.TextIO, err: typing.TextIO):
         self.out, self.err = out, err
         self.live = out.isatty()             # is there somebody to see the answer grow?
-        self.colour = has_colour(err)
+        self.colour, self.erases = has_colour(err), can_erase(err)
         self.open_line = ""                  # the style of text that has not ended its line
         self.asked = False                   # has the person seen this call already?
+        self.lock = threading.Lock()         # held while something is printed
+        self.passing: list[str] = []         # the passing lines that are there now
+        self.since: float | None = None      # when something was last shown; None: nothing passes
+        self.running, self.last_output = False, ""       # of a tool
+        self.tokens = 0.0                    # of the conversation, estimated
 
     def style(self, code: str, text: str) -> str:
         return f"{code}{text}{PLAIN_STYLE}" if self.colour else text
@@ -4581,11 +4594,11 @@ class Screen:
         """A line for the person, on stderr."""
         self.end_line()
         text = visible(mask(text))
-        print(self.style(code, text) if code else text, file=self.err, flush=True)
+        self.write((self.style(code, text) if code else text) + "\n", self.err)
 
     def end_line(self) -> None:
         if self.open_line:
-            print(file=self.out if self.live else self.err, flush=True)
+            self.write("\n", self.out if self.live else self.err)
             self.open_line = ""
 
     def stream(self, text: str, code: str, file: typing.TextIO) -> None:
@@ -4594,11 +4607,88 @@ class Screen:
             self.end_line()
         text = visible(mask(text))
         if text:
-            print(self.style(code, text), end="", file=file, flush=True)
+            self.write(self.style(code, text), file)
             self.open_line = "" if text.endswith("\n") else code
+
+    def write(self, text: str, file: typing.TextIO) -> None:
+        """Prints a text that stays, in the place of what only passes."""
+        with self.lock:
+            self.erase()
+            print(text, end="", file=file, flush=True)
+            self.since = time.monotonic()
+
+    # ── What passes
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within, a thread of its own draws passing lines while nothing else is shown."""
+        over = threading.Event()
+
+        def redraw() -> None:
+            with contextlib.suppress(OSError, ValueError):       # the terminal has gone
+                while not over.wait(0.2):
+                    self.draw()
+        self.since = time.monotonic()
+        if self.erases:
+            threading.Thread(target=redraw, daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+            self.hush()
+
+    def hush(self) -> None:
+        """Nothing passes until the next text that stays: the person has the terminal."""
+        with self.lock:
+            self.erase()
+            self.since = None
+
+    def erase(self) -> None:
+        if self.passing:
+            print(ERASE_LINE + (LINE_UP + ERASE_LINE) * (len(self.passing) - 1), end="",
+                  file=self.err, flush=True)
+            self.passing = []
+
+    def draw(self) -> None:
+        """Draws the passing lines, if they are others than before."""
+        import shutil
+        with self.lock:
+            if self.since is None or self.open_line:
+                return
+            seconds = int(time.monotonic() - self.since)
+            if not seconds and not self.last_output:
+                return
+            room = max(10, shutil.get_terminal_size().columns - 5)
+            output = [line.rstrip("\r").rpartition("\r")[2]     # of a progress bar its last state
+                      for line in self.last_output.split("\n") if line.strip()]
+            lines = [f"  | {brief(line, room)}" for line in output[-3:]]
+            what = "running" if self.running else "waiting"
+            lines.append("  " + brief(f"{what} {seconds} s, about {self.tokens:,.0f} tokens", room))
+            if lines != self.passing:
+                self.erase()                 # each is one row, however wide its letters may be
+                print(NO_WRAP + self.style(DIM, "\n".join(lines)) + WRAP, end="", file=self.err,
+                      flush=True)
+                self.passing = lines
+
+    def follow(self, event: Event) -> None:
+        """Keeps in mind what the passing lines tell."""
+        match event:
+            case TextDelta(delta) | ThinkingDelta(delta) | ToolcallDelta(delta=delta):
+                self.tokens += len(delta) / 4
+            case MessageEnd(UserMessage(content) | ToolResultMessage(content=content)):
+                self.tokens += len(content) / 4
+            case MessageEnd(AssistantMessage(usage=Usage() as usage)):
+                self.tokens = usage.input_tokens + usage.output_tokens
+            case ToolStart() | ToolEnd():
+                self.running, self.last_output = isinstance(event, ToolStart), ""
+            case ToolOutput(text=text):
+                self.last_output = (self.last_output + text)[-4000:]
+
+    # ── What stays
 
     def show(self, event: Event) -> None:
         """Shows one event."""
+        self.follow(event)
         match event:
             case TextDelta(delta) if self.live:
                 self.stream(delta, PLAIN_STYLE, self.out)
@@ -4608,7 +4698,7 @@ class Screen:
             case MessageEnd(AssistantMessage(content=text, tool_calls=calls)) if not self.live:
                 if text.strip() and calls:
                     self.say(text.strip(), DIM)
-            case MessageEnd(AssistantMessage()):
+            case MessageEnd(AssistantMessage()) | ToolcallStart():
                 self.end_line()
             case ToolStart():
                 self.say(f"- {call_in_short(event.name, event.arguments)}", BOLD)
@@ -4755,6 +4845,7 @@ def ask_at_terminal(agent: Agent, screen: Screen, question: Question) -> str:
         screen.say(f"- {head}", BOLD)
         for line in lines:
             screen.say(line, "" if line.startswith("  | ") else RED)
+        screen.hush()
         answer, shorten = read_answer(agent), str
     return answer
 
@@ -4781,7 +4872,8 @@ def read_answer(agent: Agent) -> str:
 
 def watch(agent: Agent, task: str, screen: Screen, show: Callable[[Event], None]) -> RunSettled:
     """Runs a task and shows its events; gives the last one."""
-    with stoppable(agent), contextlib.closing(agent.run(task)) as events:
+    with screen.waiting() if show == screen.show else contextlib.nullcontext(), \
+            stoppable(agent), contextlib.closing(agent.run(task)) as events:
         for event in events:
             show(event)
     if show == screen.show and not screen.live and event.reason in ("stop", "length"):
@@ -4866,6 +4958,92 @@ def in_words(error: Exception) -> str:
     return str(error) if isinstance(error, ToolError) else f"{type(error).__name__}: {error}"
 
 
+def add_files(agent: Agent, text: str, screen: Screen) -> None:
+    """Tells the model, with its next message, the texts of the files that are named with @ here.
+
+    A word that names no file is a word. What a rule forbids to read, or is outside, is left out.
+    """
+    workspace, added = agent.workspace, set()
+    for quoted, word in re.findall(r"""(?<![^\s('"])@(?:"([^"\n]+)"|(\S+))""", text):
+        path = quoted or word.rstrip(".,;:!?)'\"")
+        try:
+            name = workspace.name(real := workspace.resolve(path))
+            if not workspace.may_read(name):
+                raise ToolError("a rule forbids reading it")
+            content = mask(shown(Text(workspace.read_bytes(real), name).text))
+        except (ToolError, OSError) as error:
+            if os.path.isfile(workspace.root / path):
+                screen.say(f"  @{path} is left out: {error}", RED)
+            continue
+        if name in added:
+            continue
+        added.add(name)
+        part, size = content[:workspace.limit], len(content)
+        more = f"\n[the first {len(part):,} of {size:,} characters]" if len(part) < size else ""
+        agent.asides.append(f"the file {name}, which the person named with @:\n{part}{more}")
+        screen.say(f"  with {name}, {count_of(size, 'character')}"
+                   f"{f', of which the first {len(part):,}' if more else ''}", DIM)
+
+
+# ── Typing
+
+HISTORY = 1000               # messages of earlier chats that can be called back
+
+
+def line_editor():
+    """The module readline; None where there is none, as on Windows."""
+    try:
+        import readline                      # here, since it writes to the terminal when it loads
+        return readline
+    except ImportError:
+        return None
+
+
+def input_waits() -> bool:
+    """Is there more to read at the terminal already? Known on POSIX systems alone."""
+    import select
+    return os.name == "posix" and bool(select.select([sys.stdin], [], [], 0.02)[0])
+
+
+def is_command(line: str) -> bool:
+    """Does the line begin with a command's name?"""
+    return line.partition(" ")[0] in COMMANDS
+
+
+def paths_from(workspace: Workspace, start: str) -> list[str]:
+    """The paths in the workspace that begin so, folders with a slash at their end."""
+    head, _, tail = start.rpartition("/")
+    head += "/" * ("/" in start)
+    try:
+        entries = list(os.scandir(workspace.resolve(head or ".")))
+    except (ToolError, OSError):
+        return []
+    return sorted(head + entry.name + "/" * entry.is_dir() for entry in entries
+                  if entry.name.startswith(tail) and (tail or not entry.name.startswith("."))
+                  and re.fullmatch(r"\S+", entry.name) and visible(entry.name) == entry.name)
+
+
+def candidates(chat: "Chat", before: str, word: str) -> list[str]:
+    """What Tab can make of a word, by what stands before it in the line."""
+    if not before.strip() and word.startswith("/"):
+        found = [name + " " for name in COMMANDS]
+    elif before.strip() in ARGUMENTS:
+        found = [text + " " for text in ARGUMENTS[before.strip()](chat)]
+    else:
+        mark = "@" * word.startswith("@")
+        found = [mark + path for path in paths_from(chat.agent.workspace, word[len(mark):])]
+    return [text for text in found if text.startswith(word)]
+
+
+ARGUMENTS: dict[str, Callable[["Chat"], Iterable[str]]] = {      # of commands, as far as known
+    "/mode": lambda chat: MODES,
+    "/provider": lambda chat: PROVIDERS,
+    "/why": lambda chat: chat.agent.tools,
+    "/resume": lambda chat: [path.stem.rpartition("_")[2] for path in sessions_folder(
+        chat.settings.home, chat.agent.workspace.root).glob("*.jsonl")],
+    "/rewind": lambda chat: [entry.id for entry in chat.agent.session.active_path()
+                             if isinstance(entry.message, UserMessage)],
+}
 COMMANDS: dict[str, Callable[["Chat", str], None]] = {}
 
 
@@ -4882,12 +5060,18 @@ class Chat:
         self.agent, self.screen, self.settings = agent, screen, settings
         self.first_provider = agent.provider     # with the address that it was given
         self.leaving = False
+        self.readline = line_editor()
+        self.history = settings.home / "history"
+        self.keeps = not settings.flags.no_session
+        self.lines: list[str] = []           # of the message that is being typed
+        self.held: str | None = None         # a line that was read and belongs to the next one
+        self.remembered = ""                 # the last thing that went into the history
+        self.found: list[str] = []           # what Tab offers
 
     def run(self) -> None:
-        """Reads lines until the person leaves."""
-        with contextlib.suppress(ImportError):
-            import readline                  # where there is none, input() works all the same
-            readline.set_history_length(1000)
+        """Reads messages until the person leaves."""
+        if self.readline:
+            self.set_up(self.readline)
         self.screen.say("Type a task, or /help. Ctrl-D leaves, Ctrl-C stops a task.", DIM)
         while not self.leaving:
             try:
@@ -4896,17 +5080,109 @@ class Chat:
                 self.screen.say()
                 return
             except KeyboardInterrupt:
-                self.screen.say("  (Ctrl-D or /exit leaves)", DIM)
+                kept = "; arrow up brings back what you typed" if any(self.lines) else ""
+                self.screen.say(f"  (Ctrl-D or /exit leaves{kept})", DIM)
                 continue
+            finally:                         # whether it is sent, given up, or the terminal closed
+                self.remember("\n".join(self.lines))
             if text.strip():
                 self.take(text.strip())
 
+    def set_up(self, readline: types.ModuleType) -> None:
+        """Tab completes; the history is what was typed at prompts, also in earlier chats."""
+        libedit = "libedit" in (readline.__doc__ or "")
+        for line in ("bind ^I rl_complete",) if libedit else (
+                "tab: complete", "set convert-meta off", "set input-meta on",
+                "set output-meta on"):       # letters of all scripts, whatever the locale
+            readline.parse_and_bind(line)
+        readline.set_completer_delims(" \t\n")
+        readline.set_completer(self.complete)
+        readline.set_auto_history(False)
+        lines = []
+        with contextlib.suppress(OSError):   # there is none yet, or it cannot be used
+            lines = self.history.read_bytes().splitlines(True)
+            if len(lines) > 2 * HISTORY and self.keeps:
+                self.history.write_bytes(b"".join(lines[-HISTORY:]))
+        for line in lines[-HISTORY:]:
+            with contextlib.suppress(TypeError, ValueError):     # no text, as JSON
+                readline.add_history(json.loads(line))
+
+    def remember(self, text: str) -> None:
+        """Puts a text into the history, in memory and in the file: one JSON text a line."""
+        text = mask(text)
+        if not self.readline or not text.strip() or text == self.remembered:
+            return
+        self.remembered = text
+        with contextlib.suppress(ValueError):          # not a letter of this locale
+            self.readline.add_history(text)
+        with contextlib.suppress(OSError):             # a chat goes on without its history
+            if self.keeps:
+                make_folders(self.history.parent)
+                with open(self.history, "a", encoding="ascii",
+                          opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                    file.write(json.dumps(text) + "\n")
+
+    def complete(self, word: str, state: int) -> str | None:
+        """What readline asks at Tab: candidate after candidate for the word at the cursor."""
+        line, start = self.readline.get_line_buffer().encode(), self.readline.get_begidx()
+        if not line.strip():
+            if state == 0:
+                self.readline.insert_text("\t")        # as in a text that is indented
+                self.readline.redisplay()
+            return None
+        if state == 0:
+            self.found = candidates(self, line[:start].decode("utf-8", "replace"), word)
+        return self.found[state] if state < len(self.found) else None
+
     def read(self) -> str:
-        """One message: a line, or the lines between two lines of three quotes."""
-        text = input(f"{self.agent.provider.name} {self.agent.mode}> ")
-        if text.strip() == '"""':
-            text = "\n".join(iter(lambda: input("... "), '"""'))
-        return text.encode("utf-8", "replace").decode()
+        """One message: a line, with what was pasted with it or goes on after a `\\`, or a block.
+
+        A terminal that marks a paste gives it as one line with newlines. From another one its
+        lines come all at once; but what waits before there is a prompt was typed ahead.
+        """
+        self.lines, typed_ahead = [], input_waits()
+        agent = self.agent
+        first = self.line(f"{agent.provider.name} {agent.mode} {agent.use_of_budget():.0%}> ")
+        if first.startswith('"""'):
+            return self.block(first[3:])
+        single = typed_ahead or is_command(first) or first.startswith("!")
+        while True:
+            goes_on = self.lines[-1].endswith("\\")
+            if goes_on:
+                self.lines[-1] = self.lines[-1][:-1]
+            elif single or not input_waits():
+                break
+            try:
+                line = self.line("... ")
+            except EOFError:                 # what is there is sent
+                self.leaving = not goes_on
+                break
+            if not goes_on and is_command(line):
+                self.held = self.lines.pop()
+                break
+        return "\n".join(self.lines)
+
+    def block(self, first: str) -> str:
+        """The lines up to one of three quotes, or to Ctrl-D; if it was pasted, all in the first."""
+        if '"""' in first:
+            whole = first.rstrip()
+            return whole[:-3] if whole.endswith('"""') else f'"""{first}'
+        lines = [first]
+        with contextlib.suppress(EOFError):
+            for line in iter(lambda: self.line("... "), '"""'):
+                lines.append(line)
+        return "\n".join(lines)
+
+    def line(self, prompt: str) -> str:
+        """One line as it was typed, noted in `lines`, also if Ctrl-C or a signal cuts it short."""
+        try:
+            text = input(prompt) if self.held is None else self.held
+        except (KeyboardInterrupt, Terminated):
+            self.lines.append(shown(self.readline.get_line_buffer()) if self.readline else "")
+            raise
+        self.held = None
+        self.lines.append(text.encode("utf-8", "replace").decode())
+        return self.lines[-1]
 
     def take(self, text: str) -> None:
         """Obeys a command, or works on a task."""
@@ -4920,7 +5196,10 @@ class Chat:
                 self.screen.say(in_words(error), RED)
         elif name.startswith("/") and "/" not in name[1:] and "\n" not in text:
             self.screen.say(f"There is no command {name}; /help lists them.", RED)
+        elif text.startswith("!") and "\n" not in text:
+            self.run_own(text[1:].strip())
         else:
+            add_files(self.agent, text, self.screen)
             self.work(text)
 
     def work(self, text: str) -> None:
@@ -4931,6 +5210,24 @@ class Chat:
                 instead = self.ask("What instead? A line goes on with it, nothing stops: ")
                 if instead:
                     self.take(instead)
+
+    def run_own(self, command: str) -> None:
+        """Runs a command of the person's own, without rules, questions and the sandbox; what it
+        printed is told to the model with the next message."""
+        workspace = copy.copy(self.agent.workspace)
+        workspace.sandboxed, workspace.abort = False, Abort()
+        pieces = workspace.shell(command, 3600)
+        with handling(SIGINT=lambda number, frame: workspace.abort.set()), \
+                contextlib.closing(pieces):
+            try:
+                while True:
+                    self.screen.stream(next(pieces), PLAIN_STYLE, self.screen.out)
+            except StopIteration as end:
+                outcome = end.value
+        self.agent.workspace.outputs = workspace.outputs
+        status = outcome.content.partition("\n")[0]
+        self.screen.say(f"  {status}; told to the model with your next message", DIM)
+        self.agent.asides.append(mask(f"the person ran `{command}`: {outcome.content}"))
 
     def go_on(self, session: Session) -> None:
         """Leaves the session for another one."""
@@ -5009,13 +5306,11 @@ class Chat:
         """Shows a text of the person's and puts it at the next prompt, where that can be."""
         self.screen.say("Your message was:")
         self.screen.say("\n".join("  | " + line for line in fold(text).split("\n")))
-        with contextlib.suppress(ImportError):
-            import readline
-            if "\n" not in text:
-                def put() -> None:
-                    readline.insert_text(text)
-                    readline.set_startup_hook()
-                readline.set_startup_hook(put)
+        if self.readline:
+            def put() -> None:
+                self.readline.insert_text(text)
+                self.readline.set_startup_hook()
+            self.readline.set_startup_hook(put)
 
 
 @slash
@@ -5023,7 +5318,10 @@ def help_(chat: Chat, rest: str) -> None:
     """/help: what can be typed"""
     for function in COMMANDS.values():
         chat.screen.say("  " + function.__doc__)
-    chat.screen.say('  A block between two lines of """ is one message.')
+    chat.screen.say("""  !COMMAND: run a command yourself; the model is told with your next message
+  @PATH in a message: the text of that file goes with it
+  A line that ends in \\ goes on in the next. A block between two lines of \"\"\" is one message.
+  Tab completes commands and paths; arrow up brings back what you typed, also in earlier chats.""")
 
 
 @slash
@@ -5083,7 +5381,7 @@ def status_(chat: Chat, rest: str) -> None:
 @slash
 def compact_(chat: Chat, rest: str) -> None:
     """/compact [TEXT]: put a summary in place of the older part, with TEXT kept in mind"""
-    with stoppable(chat.agent):
+    with chat.screen.waiting(), stoppable(chat.agent):
         for event in chat.agent.compact(rest):
             chat.screen.show(event)
 
@@ -5843,6 +6141,7 @@ def run_program(settings: Settings, screen: Screen) -> int:
     session = settings.session()
     workspace = settings.workspace(session)
     provider, why = settings.provider(session)
+    provider.key()                           # so that it is masked from the first message on
     agent = Agent(provider, workspace, mode=settings.mode, rules=settings.rules, session=session,
                   home=None if settings.flags.no_session else settings.home,
                   max_steps=settings.max_steps, budget=settings.budget,
@@ -5856,13 +6155,14 @@ def run_program(settings: Settings, screen: Screen) -> int:
         keys = ", ".join(p.key_env for p in PROVIDERS.values() if p.key_env)
         text = (f"a scripted model answers ({why}). For a real one set one of {keys} in the "
                 "environment or in .env, start Ollama, or use --base-url")
-        columns = max(40, min(shutil.get_terminal_size().columns, 100))
+        columns = max(20, min(shutil.get_terminal_size().columns, 100))
         screen.say(textwrap.fill(text, columns, initial_indent="  ", subsequent_indent="  "), DIM)
     if out is not None:
         return Server(agent, screen, settings, out).run()
     if not task:
         Chat(agent, screen, settings).run()
         return 0
+    add_files(agent, " ".join(settings.flags.task), screen)
     settled = watch(agent, task, screen, show_json if settings.flags.json else screen.show)
     for line in ending_in_words(settled.reason, settled.error) if settings.flags.json else ():
         screen.say(line, RED)
