@@ -5174,11 +5174,12 @@ class Chat:
         return "\n".join(lines)
 
     def line(self, prompt: str) -> str:
-        """One line as it was typed, noted in `lines`, also if Ctrl-C or a signal cuts it short."""
+        """One line as it was typed, noted in `lines`, as is one that something cuts short."""
         try:
             text = input(prompt) if self.held is None else self.held
-        except (KeyboardInterrupt, Terminated):
-            self.lines.append(shown(self.readline.get_line_buffer()) if self.readline else "")
+        except BaseException:                # Ctrl-C, a signal, a terminal that has gone
+            if self.readline and (begun := self.readline.get_line_buffer()):
+                self.lines.append(shown(begun))
             raise
         self.held = None
         self.lines.append(text.encode("utf-8", "replace").decode())
