@@ -29,7 +29,7 @@ Map: each section uses only those above it, so the file reads once from top to b
       Permissions               Rule, RULES, reading command lines, decide()
       Hooks                     veto before a call, observe after it
       Session                   the ledger: an append-only file that holds a tree
-      Context                   the system prompt, projection
+      Context                   the system prompt, projection, what gives way when it is too much
       Agent                     the loop
     Part II, the front ends
       Showing events            terminal text, JSON lines, asking the person
