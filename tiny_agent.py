@@ -5035,14 +5035,24 @@ def candidates(chat: "Chat", before: str, word: str) -> list[str]:
     return [text for text in found if text.startswith(word)]
 
 
+def session_ids(chat: "Chat") -> list[str]:
+    """The short ids of this workspace's sessions."""
+    folder = sessions_folder(chat.settings.home, chat.agent.workspace.root)
+    return [path.stem.rpartition("_")[2] for path in folder.glob("*.jsonl")]
+
+
+def asked_ids(chat: "Chat") -> list[str]:
+    """The ids of the person's messages on the branch."""
+    return [entry.id for entry in chat.agent.session.active_path()
+            if isinstance(entry.message, UserMessage)]
+
+
 ARGUMENTS: dict[str, Callable[["Chat"], Iterable[str]]] = {      # of commands, as far as known
     "/mode": lambda chat: MODES,
     "/provider": lambda chat: PROVIDERS,
     "/why": lambda chat: chat.agent.tools,
-    "/resume": lambda chat: [path.stem.rpartition("_")[2] for path in sessions_folder(
-        chat.settings.home, chat.agent.workspace.root).glob("*.jsonl")],
-    "/rewind": lambda chat: [entry.id for entry in chat.agent.session.active_path()
-                             if isinstance(entry.message, UserMessage)],
+    "/resume": session_ids,
+    "/rewind": asked_ids,
 }
 COMMANDS: dict[str, Callable[["Chat", str], None]] = {}
 
