@@ -3309,8 +3309,6 @@ def test_what_differs_is_no_repetition(tmp_path, calls):
 
 @posix
 def test_the_time_that_a_command_takes_makes_no_difference(tmp_path):
-    events, agent = run_agent([[("shell", {"command": "sleep 0.$(wc -l < n); echo >> n"})]] * 9, tmp_path)
-    assert events[-1].reason in ("max_steps", "error")
     (tmp_path / "n").write_text("")
     events, agent = run_agent([[("shell", {"command": "sleep 0.$(wc -l < n); echo >> n"})]] * 9, tmp_path)
     assert events[-1].reason == "max_steps" and len(results(agent)) == 5
@@ -3724,8 +3722,7 @@ def test_ctrl_c_stops_the_task_and_keeps_the_chat(tmp_path):
     terminal.read_until("- shell sleep")
     terminal.send("\x03")
     terminal.read_until("nothing stops: ")
-    terminal.send("\x03")                                  # a second one stops too
-    terminal.read_until(PROMPT)
+    interrupt(terminal, PROMPT)                            # a second one stops too
     terminal.send("run echo again\n")
     terminal.read_until("again" + PROMPT)
     terminal.send("\x04")

@@ -4679,6 +4679,8 @@ class Screen:
                 self.tokens += len(content) / 4
             case MessageEnd(AssistantMessage(usage=Usage() as usage)):
                 self.tokens = usage.input_tokens + usage.output_tokens
+            case Compaction(after=after):
+                self.tokens = after
             case ToolStart() | ToolEnd():
                 self.running, self.last_output = isinstance(event, ToolStart), ""
             case ToolOutput(text=text):
