@@ -3990,7 +3990,7 @@ def test_the_tree_is_walked_in_a_chat(tmp_path):
           ("", PROMPT), ("/rewind", "number, or nothing[^:]*: "), ("7", "no number '7'" + PROMPT),
           ("/rewind", r"1  create fib.py[\s\S]*number, or nothing[^:]*: "))
     shown = typed(terminal, ("1", r"\[c/f/b/N\] "))
-    assert "fib.py" in shown and "shell commands changed is not covered" in shown
+    assert "fib.py" in shown and "shell commands changed since is not covered" in shown
     assert (tmp_path / "workspace/fib.py").exists()
     undo = re.search(r"(/rewind [0-9a-f]{8}) undoes", typed(terminal, ("b", r"\| create fib.py[\s\S]*> ")))[1]
     assert not (tmp_path / "workspace/fib.py").exists()

@@ -3396,13 +3396,15 @@ class Session:
         elif entry.type == "leaf" and entry.parent_id in self.by_id:
             self.leaf = entry.parent_id
 
-    def describe(self, **data: object) -> dict:
-        """What the header tells; adds to it what it does not tell yet, before it is written."""
+    def describe(self, record: bool = True, **data: object) -> dict:
+        """What the header tells, and these data where it does not tell them yet. Recorded, it
+        tells them from now on, which counts as long as it is not written."""
         header = self.entries[0]
         kept = {name: header.data[name] for name, value in data.items()
                 if isinstance(header.data.get(name), type(value))}
         header = replace(header, data={**header.data, **data, **kept})
-        self.entries[0] = self.by_id[header.id] = header
+        if record:
+            self.entries[0] = self.by_id[header.id] = header
         return header.data
 
     def active_path(self) -> list[Entry]:
@@ -4048,11 +4050,9 @@ class Agent:
         Not recorded, it is only what would be told if the session began now.
         """
         tools = [tool_schema(function) for function in self.tools.values()]
-        told = {"system": system_prompt(self.workspace, self.mode), "tools": tools,
-                "own_address": self.provider.has_own_address(),
-                **facts(self.workspace, self.mode)}
-        self.told = self.session.describe(**told) if record else \
-            {**told, **self.session.entries[0].data}
+        self.told = self.session.describe(
+            record, system=system_prompt(self.workspace, self.mode), tools=tools,
+            own_address=self.provider.has_own_address(), **facts(self.workspace, self.mode))
         if not all(isinstance(told, dict) and told.keys() >= {"name", "description", "parameters"}
                    for told in self.told["tools"]):
             self.told = {**self.told, "tools": tools}        # a damaged header
@@ -5309,7 +5309,6 @@ class Chat:
                 f"to get back its {count_of(len(file.before.splitlines()), 'line')}"
             other = "; somebody else has changed it since" if file.foreign else ""
             self.screen.say(f"  {path}: {what}{other}", RED if file.problem else "")
-        self.screen.say("  What shell commands changed is not covered.", DIM)
         if all(file.problem for file in files.values()):
             return "c"
         return self.ask("Bring back the (c)onversation only, the (f)iles only, (b)oth, or "
@@ -5410,6 +5409,9 @@ def rewind_(chat: Chat, rest: str) -> None:
         return
     moment = session.moment(entry)
     files = chat.agent.files_back(moment)
+    if any(isinstance(entry.message, ToolResultMessage) and entry.message.tool_name == "shell"
+           for entry in session.entries[moment.position:]):
+        chat.screen.say("  What shell commands changed since is not covered.", DIM)
     what = chat.ask_about_files(files) if files else "c"
     if what not in ("c", "f", "b"):
         chat.screen.say("Nothing was changed.")
