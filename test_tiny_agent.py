@@ -4823,8 +4823,9 @@ def bench() -> None:
         print(f"start-up              {start * 1000:8.1f} ms   bare Python {bare * 1000:.1f} ms")
 
         turns = 200
-        calls = [[("find_files", {"pattern": "nothing"})]] * turns + ["done"]
+        calls = [[("find_files", {"pattern": f"nothing{n}"})] for n in range(turns)] + ["done"]
         agent = ta.Agent(ScriptedProvider(calls), Workspace(folder), max_steps=turns + 1,
+                         budget=10**9,
                          session=Session.new(folder / "home", folder), home=folder / "home")
         seconds = fastest(lambda: list(agent.run("go")), 1) / turns
         print(f"a turn, scripted      {seconds * 1000:8.2f} ms   over {turns} turns, one call each")
