@@ -3810,6 +3810,15 @@ def test_what_is_typed_becomes_these_messages(tmp_path, serve, name, kind):
 
 
 @posix
+def test_the_terminal_is_asked_to_mark_pastes(tmp_path):
+    for term, asked in (("xterm", True), ("dumb", False)):
+        terminal = Terminal(tmp_path, "-p", "demo", env={"TERM": term})
+        assert ("\x1b[?2004h" in terminal.read_until("%> ")) is asked
+        terminal.send("\x04")
+        assert terminal.exit_status() == 0
+
+
+@posix
 def test_lines_typed_ahead_are_messages_of_their_own(tmp_path, serve):
     ready = threading.Event()
     server = serve({**says("fine"), "after": ready}, says("fine"))

@@ -5105,7 +5105,8 @@ class Chat:
         libedit = "libedit" in (readline.__doc__ or "")
         for line in ("bind ^I rl_complete",) if libedit else (
                 "tab: complete", "set convert-meta off", "set input-meta on",
-                "set output-meta on"):       # letters of all scripts, whatever the locale
+                "set output-meta on",        # letters of all scripts, whatever the locale
+                "set enable-bracketed-paste on"):      # Python turns it off
             readline.parse_and_bind(line)
         readline.set_completer_delims(" \t\n")
         readline.set_completer(self.complete)
