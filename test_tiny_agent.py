@@ -2570,11 +2570,59 @@ def test_the_past_is_shown_as_the_ledger_says(lines, expected):
     assert seen(session) == expected == seen(session)
 
 
-@pytest.mark.parametrize("data", [{}, {"clip": "x", "last_cleared_entry_id": 3}, {"clip": -5}])
-def test_odd_entries_that_clear_do_no_harm(data):
-    session = branch("u q", "a |1", f"r 1 {BIG}")
-    session.append("clear_outputs", **data)
-    assert len(seen(session)) == 3 and seen(session)[2].startswith("1 x")
+ODD_VALUES = [None, 1, -1, [], {}, "x", True, 1.5, [1], {"a": 1}, "\ud800"]
+
+
+def places_in(value, path=()):
+    """Every place in a JSON value, as a path of keys."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from places_in(value[key], (*path, key))
+
+
+def hostile_lines() -> list:
+    call = {"id": "1", "name": "write_file", "arguments": {"path": "a"}}
+    change = {"path": "a", "before": "t", "after": "00"}
+    message = {"role": "assistant", "content": "", "tool_calls": [call], "stop_reason": "tool_use",
+               "usage": {"input_tokens": 5, "output_tokens": 1}, "provider": "p", "model": "m",
+               "provider_data": {"p": {"reasoning": "r"}}}
+    result = {"role": "tool_result", "tool_call_id": "1", "tool_name": "write_file", "content": "ok",
+              "details": change}
+    return [json.loads(text) for text in (
+        line("header", "h", None, version=1, cwd="/x", system="s", tools=[], mode="ask", date="x"),
+        line("message", "u", "h", message={"role": "user", "content": "hi"}, told={"mode": "x"}, typed=1),
+        line("message", "a", "u", message=message), line("message", "r", "a", message=result),
+        line("clear_outputs", "c", "r", last_cleared_entry_id="r", clip=300),
+        line("label", "l", "c", label="L"), line("leaf", "f", "r", from_id="c", files=[change]),
+        line("message", "b", "r", message={**message, "tool_calls": [], "stop_reason": "stop", "content": "x"}),
+        line("compaction", "k", "b", summary="S", first_kept_entry_id="u"))]
+
+
+@pytest.mark.parametrize("with_summary", [False, True])
+def test_no_value_in_a_file_breaks_what_is_done_with_it(tmp_path, with_summary):
+    """Each value of a session file is replaced by values of all types: it is refused, or all works."""
+    path = tmp_path / "x.jsonl"
+    for place in places_in(hostile_lines()):
+        for value in ODD_VALUES:
+            lines = hostile_lines()
+            at = lines
+            for key in place[:-1]:
+                at = at[key]
+            at[place[-1]] = value
+            path.write_text("\n".join(map(json.dumps, lines[:len(lines) - (not with_summary)])) + "\n")
+            try:
+                session = Session.load(path)
+            except ta.SessionError:
+                continue
+            agent = ta.Agent(ScriptedProvider(["fine", "S"]), Workspace(tmp_path), session=session)
+            for provider in (Provider("p", "http://x", "m"), ta.Anthropic("p", "http://x", "m")):
+                provider.to_wire("s", ta.project(session.active_path()), [], provider)
+            ta.context_in_lines(agent), ta.draw_tree(session)
+            for entry in list(session.entries):
+                agent.files_back(session.moment(entry))
+            assert list(agent.run("go"))[-1].reason == "stop", (place, value)
+            list(agent.compact())
+            session.close()
 
 
 def test_a_summary_of_what_is_not_there_keeps_what_follows():
@@ -3231,6 +3279,22 @@ def test_what_was_said_too_late_is_heard_by_the_next_run(tmp_path):
     assert persons(agent) == ["go", "again", "too late", "and then"]
 
 
+def test_what_was_said_to_one_session_is_not_heard_by_another(tmp_path):
+    _, agent = run_agent(["fine"], tmp_path)
+    agent.steer("old"), agent.follow_up("older")
+    agent.begin(Session())
+    agent.provider = ScriptedProvider(["new"])
+    list(agent.run("go"))
+    assert persons(agent) == ["go"]
+
+
+@posix
+def test_of_a_flood_the_end_is_shown_too(tmp_path):
+    pieces = list(Workspace(tmp_path).shell("seq 60000; echo END"))
+    assert "[…]" in "".join(pieces) and pieces[-1].rstrip().endswith("END")
+    assert sum(map(len, pieces)) < 3 * ta.MAX_RESULT + 65536
+
+
 # ── Side by side
 
 def reads(*paths):
@@ -3764,6 +3828,7 @@ TYPED = {     # what is typed, each piece after the prompt for it; the messages 
     "a block": (['"""\n', "one\n", "/mode auto\n", "\n", 'two """\n', '"""\n'], ['one\n/mode auto\n\ntwo """']),
     "a block opened with text": (['"""one\n', "two\n", '"""\n'], ["one\ntwo"]),
     "a block in one line": (['"""one"""\n'], ["one"]),
+    "a pasted text that begins like a command": ([MARKED.format("/mode plan\nis a line")], ["/mode plan\nis a line"]),
     "a pasted block": ([MARKED.format('"""\none\n"""')], ["one"]),
     "pasted code that begins with quotes": ([MARKED.format('"""Doc."""\nx = 1')], ['"""Doc."""\nx = 1']),
     "Ctrl-D in a block": (['"""\n', "one\n", "\x04", "two\n"], ["one", "two"]),
@@ -3772,7 +3837,7 @@ TYPED = {     # what is typed, each piece after the prompt for it; the messages 
     "no file after @": (["me@x.org, @property (@nobody)\n"], ["me@x.org, @property (@nobody)"]),
     "a Tab at the beginning": (["\tone \ttwo\n"], ["one two"]),
     "other scripts": (["grüße 日本\n"], ["grüße 日本"])}
-NO_READLINE = ("a marked paste", "a pasted block", "pasted code that begins with quotes", "Ctrl-C, then arrow up",
+NO_READLINE = ("a marked paste", "a pasted text that begins like a command", "a pasted block", "pasted code that begins with quotes", "Ctrl-C, then arrow up",
                "Ctrl-C in a block, then arrow up", "a Tab at the beginning", "an open end of what comes at once")
 
 

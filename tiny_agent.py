@@ -139,6 +139,7 @@ class ToolResultMessage:
 Message = UserMessage | AssistantMessage | ToolResultMessage
 MESSAGE_TYPES = {"user": UserMessage, "assistant": AssistantMessage,
                  "tool_result": ToolResultMessage}
+PLAIN = (str, bool, dict, str | None)        # the types of fields that are JSON as they are
 LEFT_OUT_IF_EMPTY = {"raw_arguments", "provider_data", "cost"}
 
 
@@ -157,21 +158,40 @@ def to_json(value: object) -> object:
 
 
 def from_json(data: dict) -> Message:
-    """The message that to_json made. Unknown fields are ignored; ValueError if it is none."""
-    kind = MESSAGE_TYPES.get(data.get("role"))
+    """The message that to_json made. Fields that are unknown, or of another type than they should
+    be, are left out; ValueError if there is no message without them."""
+    kind = MESSAGE_TYPES.get(str(data.get("role")))
     if kind is None:
         raise ValueError(f"no message has the role {data.get('role')!r}")
-    known = {f.name: data[f.name] for f in fields(kind) if f.init and data.get(f.name) is not None}
-    if not isinstance(known.setdefault("content", ""), str):
+    known = {"content": "", **{f.name: data.get(f.name) for f in fields(kind) if f.init
+                               and f.type in PLAIN and isinstance(data.get(f.name), f.type)}}
+    if not isinstance(data.get("content", ""), str | None):
         raise ValueError("the content of a message must be text")
+    if kind is ToolResultMessage and not known.keys() >= {"tool_call_id", "tool_name"}:
+        raise ValueError("a result names its call")
     if kind is AssistantMessage:
-        known["tool_calls"] = tuple(
-            ToolCall(str(call["id"]), str(call["name"]), call.get("arguments"),
-                     call.get("raw_arguments")) for call in known.get("tool_calls", ()))
-        if "usage" in known:
-            counts = {f.name for f in fields(Usage)}
-            known["usage"] = Usage(**{k: v for k, v in known["usage"].items() if k in counts})
+        calls, usage = data.get("tool_calls") or (), data.get("usage")
+        known["tool_calls"] = tuple(call_from_json(call) for call in calls)
+        known["usage"] = usage_from_json(usage) if isinstance(usage, dict) else None
+        known["provider_data"] = {name: value for name, value in
+                                  known.get("provider_data", {}).items() if isinstance(value, dict)}
     return kind(**known)
+
+
+def call_from_json(data: dict) -> ToolCall:
+    """A call as to_json made it. Raises KeyError, TypeError."""
+    arguments, raw = data.get("arguments"), data.get("raw_arguments")
+    return ToolCall(str(data["id"]), str(data["name"]),
+                    arguments if isinstance(arguments, dict) else None,
+                    raw if isinstance(raw, str) else None)
+
+
+def usage_from_json(data: dict) -> Usage:
+    """A usage as to_json made it; what is no number counts nothing."""
+    counts = {name: data[name] for name in ("input_tokens", "output_tokens", "cached_tokens")
+              if type(data.get(name)) is int}
+    cost = data.get("cost")
+    return Usage(**counts, cost=cost if isinstance(cost, int | float) else None)
 
 
 # A run, in time order. Indented lines happen any number of times.
@@ -2419,13 +2439,22 @@ def start_command(command: str, folder: Path, wrapper: list[str]):
 
 
 def read_output(pipe: typing.BinaryIO, output: Output, inbox: queue.SimpleQueue) -> None:
-    """A thread: collects what a command prints; of a flood only the beginning is shown live."""
+    """A thread: collects what a command prints. Of a flood it shows the beginning, and after that
+    the end of what came, from time to time."""
+    held, shown_at = "", 0.0
     with contextlib.suppress(OSError, ValueError):
         while data := os.read(pipe.fileno(), 65536):
-            piece = output.add(data)
-            if piece and output.size <= MAX_RESULT:
+            before, piece = output.size, output.add(data)
+            if before < MAX_RESULT:
                 inbox.put(("text", piece))
-        output.add(b"", final=True)
+                continue
+            held = (held + piece)[-1000:]
+            if time.monotonic() > shown_at + 0.3:
+                inbox.put(("text", f"\n[…]\n{held}"))
+                held, shown_at = "", time.monotonic()
+        held += output.add(b"", final=True)
+    if held:
+        inbox.put(("text", held if output.size <= MAX_RESULT else f"\n[…]\n{held}"))
     inbox.put(("eof", None))
 
 
@@ -3178,6 +3207,8 @@ FORMAT = 1
 NEEDED = {"header": {"version": int}, "message": {"message": dict},       # fields of the types
           "compaction": {"summary": str, "first_kept_entry_id": str},
           "clear_outputs": {}, "leaf": {}, "label": {}, "settings": {}}
+MAY_HAVE = {"message": {"told": dict, "typed": int}, "leaf": {"from_id": str, "files": list},
+            "clear_outputs": {"last_cleared_entry_id": str, "clip": int}, "label": {"label": str}}
 ON_BRANCH = {"header", "message", "compaction", "clear_outputs"}    # entries that become the leaf
 
 
@@ -3306,8 +3337,13 @@ class Session:
             entry = Entry(data.pop("type"), data.pop("id"), data.pop("parent_id"),
                           data.pop("timestamp"), data)
             entry.message                    # raises if there should be one and is none
-            sound = isinstance(entry.id, str) and isinstance(entry.parent_id, str | None) and all(
-                isinstance(data[name], kind) for name, kind in NEEDED.get(entry.type, {}).items())
+            sound = isinstance(entry.id, str) and isinstance(entry.type, str) \
+                and isinstance(entry.parent_id, str | None) and all(
+                    isinstance(data[name], kind)
+                    for name, kind in NEEDED.get(entry.type, {}).items())
+            for name, kind in MAY_HAVE.get(entry.type, {}).items():
+                if not isinstance(data.get(name), kind):
+                    data.pop(name, None)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
         if not sound or entry.id in self.by_id or (not self.entries) != (entry.type == "header"):
@@ -3422,7 +3458,7 @@ class Session:
     def labels(self) -> dict[str, str]:
         """The labels: a name, and the id of the entry that it was last given to."""
         return {entry.data["label"]: entry.parent_id for entry in self.entries
-                if entry.type == "label" and isinstance(entry.data.get("label"), str)}
+                if entry.type == "label" and "label" in entry.data}
 
     def find(self, text: str) -> Entry:
         """The entry that a label, an id, or the start of one means. Raises SessionError."""
@@ -3444,9 +3480,8 @@ class Session:
         """
         position = next(i for i, other in enumerate(self.entries) if other is entry)
         if isinstance(entry.message, UserMessage):
-            typed = entry.data.get("typed")
-            own = entry.message.content[:typed if isinstance(typed, int) else None]
-            return Moment(entry.parent_id, position, own)
+            return Moment(entry.parent_id, position,
+                          entry.message.content[:entry.data.get("typed")])
         if entry.type == "leaf" and entry.data.get("from_id") in self.by_id:
             return Moment(entry.data["from_id"], position, "")
         return Moment(entry.id if entry.type in ON_BRANCH else entry.parent_id, position + 1, "")
@@ -3613,7 +3648,7 @@ def told_facts(entries: Iterable[Entry], header: dict) -> dict:
     """What the model was last told, by what it still sees of a branch and by the header."""
     told = {name: header.get(name) for name in FACTS}
     for entry in visible_part(list(entries))[1]:
-        told |= news if isinstance(news := entry.data.get("told"), dict) else {}
+        told |= entry.data.get("told", {})
         for change in entry.file_changes():
             if change["path"] == "AGENTS.md":
                 told["notes"] = change["after"]
@@ -3674,8 +3709,7 @@ def with_outputs_cleared(entries: list[Entry]) -> list[Message]:
         entry, message = entries[place], entries[place].message
         if entry.type == "clear_outputs":
             cleared = max(cleared, place_of.get(entry.data.get("last_cleared_entry_id"), -1))
-            wanted = entry.data.get("clip")
-            clip = min(clip, max(wanted, SHORT_OUTPUT) if isinstance(wanted, int) else clip)
+            clip = min(clip, max(entry.data.get("clip") or clip, SHORT_OUTPUT))
         elif isinstance(message, ToolResultMessage):
             length = len(message.content)
             if place <= cleared and length > SHORT_OUTPUT:
@@ -3936,8 +3970,6 @@ class Agent:
         self.approve, self.home = approve, home
         self.max_steps, self.budget, self.sandbox = max_steps, budget, sandbox
         self.hooks, self.abort = Hooks(), Abort()
-        self.steering: deque[str] = deque()      # said while a run goes on, not heard yet
-        self.follow_ups: deque[str] = deque()    # to be heard when the run would stop
         self.tools = workspace.tools()
         self.begin(session or Session())
         workspace.sandboxed = sandbox == "on"
@@ -3953,6 +3985,8 @@ class Agent:
         if self.home and session.path:
             self.workspace.outputs = self.home / "outputs" / session.path.stem
         self.asides: list[str] = []          # what the model is told with the next message
+        self.steering: deque[str] = deque()      # said while a run goes on, not heard yet
+        self.follow_ups: deque[str] = deque()    # to be heard when the run would stop
         self.warned: set[str] = set()        # what was said once and need not be said again
         self.problem = ""                    # why the audit cannot be written, if it cannot
         self.totals = dict(NO_TOTALS)
@@ -3964,7 +3998,8 @@ class Agent:
 
     def steer(self, text: str) -> None:
         """Says something to a run that goes on, from any thread: it joins after the calls of the
-        turn, and the run goes on with it. What comes too late is heard by the next run."""
+        turn, and the run goes on with it. What comes too late is heard by the next run of this
+        session."""
         self.steering.append(text)
 
     def follow_up(self, text: str) -> None:
@@ -3982,11 +4017,11 @@ class Agent:
                 found[path] = FileBack(None, why or "its old text is not in the ledger", False)
                 continue
             try:
-                now = self.workspace.state(path)
-            except (ToolError, OSError) as error:
+                now, then = self.workspace.state(path), digest(as_bytes(before))
+            except (ToolError, OSError, UnicodeError) as error:
                 found[path] = FileBack(None, str(error), False)
                 continue
-            if now != digest(as_bytes(before)):
+            if now != then:
                 found[path] = FileBack(before, "", now != change["after"])
         return found
 
@@ -4585,6 +4620,8 @@ class Screen:
         self.passing: list[str] = []         # the passing lines that are there now
         self.since: float | None = None      # when something was last shown; None: nothing passes
         self.running, self.last_output = False, ""       # of a tool
+        self.begun: dict[str, str] = {}      # calls that have no result yet, in short
+        self.several = False                 # are there more than one?
         self.tokens = 0.0                    # of the conversation, estimated
 
     def style(self, code: str, text: str) -> str:
@@ -4644,9 +4681,12 @@ class Screen:
             self.since = None
 
     def erase(self) -> None:
-        if self.passing:
-            print(ERASE_LINE + (LINE_UP + ERASE_LINE) * (len(self.passing) - 1), end="",
-                  file=self.err, flush=True)
+        import shutil
+        if self.passing:                     # a window that has become narrower breaks lines
+            columns = max(1, shutil.get_terminal_size().columns)
+            rows = sum(max(1, -(-len(line) // columns)) for line in self.passing)
+            print(ERASE_LINE + (LINE_UP + ERASE_LINE) * (rows - 1), end="", file=self.err,
+                  flush=True)
             self.passing = []
 
     def draw(self) -> None:
@@ -4658,10 +4698,11 @@ class Screen:
             seconds = int(time.monotonic() - self.since)
             if not seconds and not self.last_output:
                 return
-            room = max(10, shutil.get_terminal_size().columns - 5)
+            size = shutil.get_terminal_size()
+            room = max(10, size.columns - 5)
             output = [line.rstrip("\r").rpartition("\r")[2]     # of a progress bar its last state
                       for line in self.last_output.split("\n") if line.strip()]
-            lines = [f"  | {brief(line, room)}" for line in output[-3:]]
+            lines = [f"  | {brief(line, room)}" for line in output[-3:]] if size.lines > 5 else []
             what = "running" if self.running else "waiting"
             lines.append("  " + brief(f"{what} {seconds} s, about {self.tokens:,.0f} tokens", room))
             if lines != self.passing:
@@ -4703,9 +4744,13 @@ class Screen:
             case MessageEnd(AssistantMessage()) | ToolcallStart():
                 self.end_line()
             case ToolStart():
-                self.say(f"- {call_in_short(event.name, event.arguments)}", BOLD)
+                self.begun[event.id] = call_in_short(event.name, event.arguments)
+                self.several = len(self.begun) > 1
+                self.say(f"- {self.begun[event.id]}", BOLD)
             case ToolEnd(name=name, is_error=is_error, content=content, seconds=seconds):
+                call = self.begun.pop(event.id, name)
                 first, *more = content.splitlines()
+                first = f"{call}: {first}" if self.several else first
                 time_taken = f" ({seconds:.1f} s)" if seconds >= 0.1 and name != "shell" else ""
                 more = [line for line in more if line.strip()] if name == "shell" else []
                 left = f", {count_of(len(more), 'line')}, of which the last" if more[2:] else ""
@@ -4874,6 +4919,7 @@ def read_answer(agent: Agent) -> str:
 
 def watch(agent: Agent, task: str, screen: Screen, show: Callable[[Event], None]) -> RunSettled:
     """Runs a task and shows its events; gives the last one."""
+    screen.tokens = agent.use_of_budget() * agent.room()
     with screen.waiting() if show == screen.show else contextlib.nullcontext(), \
             stoppable(agent), contextlib.closing(agent.run(task)) as events:
         for event in events:
@@ -5086,19 +5132,25 @@ class Chat:
             self.set_up(self.readline)
         self.screen.say("Type a task, or /help. Ctrl-D leaves, Ctrl-C stops a task.", DIM)
         while not self.leaving:
-            try:
-                text = self.read()
-            except EOFError:
-                self.screen.say()
-                return
-            except KeyboardInterrupt:
-                kept = "; arrow up brings back what you typed" if any(self.lines) else ""
-                self.screen.say(f"  (Ctrl-D or /exit leaves{kept})", DIM)
-                continue
-            finally:                         # whether it is sent, given up, or the terminal closed
-                self.remember("\n".join(self.lines))
-            if text.strip():
-                self.take(text.strip())
+            with contextlib.suppress(KeyboardInterrupt):       # while another one is answered
+                self.one_message()
+
+    def one_message(self) -> None:
+        """Reads a message and does what it says."""
+        try:
+            text = self.read()
+        except EOFError:
+            self.screen.say()
+            self.leaving = True
+            return
+        except KeyboardInterrupt:
+            kept = "; arrow up brings back what you typed" if any(self.lines) else ""
+            self.screen.say(f"  (Ctrl-D or /exit leaves{kept})", DIM)
+            return
+        finally:                             # whether it is sent, given up, or the terminal closed
+            self.remember("\n".join(self.lines))
+        if text.strip():
+            self.take(text.strip())
 
     def set_up(self, readline: types.ModuleType) -> None:
         """Tab completes; the history is what was typed at prompts, also in earlier chats."""
@@ -5106,7 +5158,8 @@ class Chat:
         for line in ("bind ^I rl_complete",) if libedit else (
                 "tab: complete", "set convert-meta off", "set input-meta on",
                 "set output-meta on",        # letters of all scripts, whatever the locale
-                "set enable-bracketed-paste on"):      # Python turns it off
+                # Python turns it off, but then a pasted line is obeyed before the next is there
+                f"set enable-bracketed-paste {'on' if self.screen.erases else 'off'}"):
             readline.parse_and_bind(line)
         readline.set_completer_delims(" \t\n")
         readline.set_completer(self.complete)
@@ -5203,14 +5256,14 @@ class Chat:
         name, _, rest = text.partition(" ")
         if text in ("exit", "quit"):
             self.leaving = True
-        elif name in COMMANDS:
+        elif name in COMMANDS and "\n" not in text:
             try:
                 COMMANDS[name](self, rest.strip())
             except AgentError as error:
                 self.screen.say(in_words(error), RED)
         elif name.startswith("/") and "/" not in name[1:] and "\n" not in text:
             self.screen.say(f"There is no command {name}; /help lists them.", RED)
-        elif text.startswith("!") and "\n" not in text:
+        elif text.startswith("!") and text[1:].strip() and "\n" not in text:
             self.run_own(text[1:].strip())
         else:
             add_files(self.agent, text, self.screen)
@@ -5239,8 +5292,9 @@ class Chat:
             except StopIteration as end:
                 outcome = end.value
         self.agent.workspace.outputs = workspace.outputs
-        status = outcome.content.partition("\n")[0]
-        self.screen.say(f"  {status}; told to the model with your next message", DIM)
+        status, file = outcome.content.partition("\n")[0], outcome.details.get("output_file")
+        whole = f"; all of its output is in {file}" if file else ""
+        self.screen.say(f"  {status}{whole}; told to the model with your next message", DIM)
         self.agent.asides.append(mask(f"the person ran `{command}`: {outcome.content}"))
 
     def go_on(self, session: Session) -> None:
@@ -5397,6 +5451,8 @@ def compact_(chat: Chat, rest: str) -> None:
     with chat.screen.waiting(), stoppable(chat.agent):
         for event in chat.agent.compact(rest):
             chat.screen.show(event)
+    if chat.agent.abort.done:
+        chat.screen.say("stopped; nothing was compacted", RED)
 
 
 @slash
@@ -5851,7 +5907,7 @@ def context_in_lines(agent: Agent) -> list[str]:
     if results:
         lines.append("the largest results:")
         lines += [f"  {message.tool_name:21} {size_of(message):7,}  "
-                  f"{brief(message.content.splitlines()[0], 40)}" for message in results[:3]]
+                  f"{brief(message.content, 40)}" for message in results[:3]]
     place = find_cut(entries, min(room, size) // 3)
     if place is None:
         return [*lines, "a compaction now would find nothing to leave out"]
