@@ -5319,8 +5319,9 @@ class Chat:
 
     def fork(self) -> None:
         """Goes on in a copy of this branch."""
-        session = self.agent.session
+        session, asides = self.agent.session, self.agent.asides
         self.go_on(session.fork(None if session.path is None else self.settings.home))
+        self.agent.asides = asides           # the copy has not heard them either
 
     def providers(self) -> dict[str, Provider]:
         """Who could answer: the known ones, and the one that was given with its address."""
