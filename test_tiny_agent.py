@@ -3288,6 +3288,64 @@ def test_what_was_said_to_one_session_is_not_heard_by_another(tmp_path):
     assert persons(agent) == ["go"]
 
 
+@pytest.mark.parametrize("say", ["steer", "follow_up"])
+def test_what_is_said_at_the_last_step_waits_for_the_next_run(tmp_path, say):
+    def watch(event, agent):
+        if isinstance(event, ta.TextDelta) and not persons(agent)[1:]:
+            getattr(agent, say)("one more thing")
+    events, agent = run_agent(["first", "second", "third"], tmp_path, watch=watch, max_steps=1)
+    assert (events[-1].reason, events[-1].answer, persons(agent)) == ("max_steps", "first", ["go"])
+    agent.max_steps = 9
+    *_, last = agent.run("go on")
+    assert (last.reason, persons(agent)) == ("stop", ["go", "go on", "one more thing"])
+
+
+def test_a_follow_up_to_a_run_that_is_stopped_waits_for_the_next_run(tmp_path):
+    def watch(event, agent):
+        if isinstance(event, ta.TextDelta):
+            agent.follow_up("and then")
+            agent.stop()
+    events, agent = run_agent(["first", "second", "third"], tmp_path, watch=watch)
+    assert (events[-1].reason, persons(agent), list(agent.follow_ups)) == ("aborted", ["go"], ["and then"])
+    *_, last = agent.run("again")
+    assert (last.answer, persons(agent)) == ("third", ["go", "again", "and then"])
+
+
+def test_a_run_that_was_steered_shows_it_between_two_turns(tmp_path):
+    def watch(event, agent):
+        if isinstance(event, ta.TextDelta) and not persons(agent)[1:]:
+            agent.steer("hurry")
+        if isinstance(event, ta.MessageStart) and event.message.role == "user":
+            assert agent.session.active_path()[-1].message == event.message      # the ledger first
+    events, agent = run_agent(["first", "second"], tmp_path, watch=watch)
+    assert trace(events) == """\
+run_start
+message_start user
+message_end user
+turn_start
+message_start assistant
+message_end assistant stop
+turn_end
+message_start user
+message_end user
+turn_start
+message_start assistant
+message_end assistant stop
+turn_end
+run_end stop
+run_settled"""
+
+
+def test_a_fork_hears_what_was_said_and_not_heard(tmp_path):
+    _, agent = run_agent(["fine"], tmp_path)
+    agent.steer("this"), agent.follow_up("then that")
+    flags = types.SimpleNamespace(no_session=True)
+    ta.Chat(agent, None, types.SimpleNamespace(home=tmp_path / "home", flags=flags)).fork()
+    agent.provider = ScriptedProvider(["one", "two"])
+    list(agent.run("again"))
+    assert persons(agent) == ["go", "again", "this", "then that"]
+
+
 @posix
 def test_of_a_flood_the_end_is_shown_too(tmp_path):
     pieces = list(Workspace(tmp_path).shell("seq 60000; echo END"))
@@ -3319,6 +3377,136 @@ def test_calls_that_only_read_run_side_by_side_and_keep_their_order(tmp_path):
     assert results(agent) == ["text of a", "text of b", "text of c"] and events[-1].answer == "fine"
     assert [f"{e.type} {e.id}" for e in events if isinstance(e, ta.ToolStart | ta.ToolEnd)] == [
         "tool_start a", "tool_start b", "tool_start c", "tool_end a", "tool_end b", "tool_end c"]
+
+
+def own_reader(body):
+    """A tool called read_file that does this instead."""
+    def read_file(path: str) -> str:
+        """Reads.
+
+        path: the file
+        """
+        return body(path)
+    return ta.tool(read_file)
+
+
+def test_many_of_them_wait_for_a_free_thread(tmp_path):
+    names = [f"{number}" for number in range(3 * ta.MOST_AT_ONCE)]
+    agent = ta.Agent(ScriptedProvider([reads(*names), "fine"]), Workspace(tmp_path))
+    agent.tools["read_file"] = own_reader(lambda path: f"text of {path}")
+    list(agent.run("go"))
+    assert results(agent) == [f"text of {name}" for name in names]
+
+
+def test_a_generator_among_them_runs_in_the_main_thread_and_is_seen_at_work(tmp_path):
+    def read_file(path: str):
+        """Reads.
+
+        path: the file
+        """
+        yield f"reading {path}"
+        return threading.current_thread() is threading.main_thread()
+    agent = ta.Agent(ScriptedProvider([reads("a", "b"), "fine"]), Workspace(tmp_path))
+    agent.tools["read_file"] = ta.tool(read_file)
+    events = list(agent.run("go"))
+    assert results(agent) == ["True", "True"]
+    assert [e.text for e in of(ta.ToolOutput, events)] == ["reading a", "reading b"]
+
+
+@posix
+@pytest.mark.parametrize("way", ["from another thread", "by Ctrl-C in order", "by Ctrl-C"])
+def test_what_is_stuck_among_them_is_left_when_the_run_is_stopped(tmp_path, monkeypatch, way):
+    """The first is stuck, the second is done, the third is stuck as well."""
+    monkeypatch.setattr(ta, "MOST_AT_ONCE", 2)                 # so the third comes after the second
+    over, both = threading.Event(), threading.Barrier(2, timeout=20)
+
+    def body(path):
+        if path == "b":
+            return "text of b"
+        both.wait()
+        if path == "a":
+            while not agent.abort.callbacks:               # the main thread waits for a result
+                time.sleep(0.01)
+            agent.stop() if way == "from another thread" else os.kill(os.getpid(), signal.SIGINT)
+        over.wait(20)
+        return "too late"
+    agent = ta.Agent(ScriptedProvider([reads("a", "b", "c"), "again"]), Workspace(tmp_path))
+    agent.tools["read_file"] = own_reader(body)
+    before = signal.getsignal(signal.SIGINT)
+    if way == "by Ctrl-C in order":
+        signal.signal(signal.SIGINT, lambda *_: agent.stop())
+    try:
+        events = list(agent.run("go"))
+        assert list(agent.run("again"))[-1].answer == "again"       # while they are still stuck
+    finally:
+        over.set()
+        signal.signal(signal.SIGINT, before)
+    assert results(agent) == ["stopped, interrupted by the person", "text of b",
+                              "stopped, interrupted by the person"]
+    assert trace(events) == """\
+run_start
+message_start user
+message_end user
+turn_start
+message_start assistant
+toolcall_start
+toolcall_end
+toolcall_start
+toolcall_end
+toolcall_start
+toolcall_end
+message_end assistant tool_use
+tool_start read_file allow
+tool_start read_file allow
+tool_start read_file allow
+tool_end read_file error
+message_start tool_result
+message_end tool_result
+tool_end read_file ok
+message_start tool_result
+message_end tool_result
+tool_end read_file error
+message_start tool_result
+message_end tool_result
+turn_end
+run_end aborted aborted
+run_settled"""
+
+
+def test_what_is_stuck_keeps_nobody_waiting_at_exit(tmp_path):
+    (tmp_path / "program.py").write_text(f"""
+import sys, threading
+sys.path.insert(0, {str(PROGRAM.parent)!r})
+from tiny_agent import *
+
+@tool
+def read_file(path: str) -> str:
+    '''Reads.
+
+    path: the file
+    '''
+    agent.stop()
+    threading.Event().wait()
+
+calls = tuple(ToolCall(name, "read_file", {{"path": name}}) for name in "ab")
+agent = Agent(ScriptedProvider([AssistantMessage(tool_calls=calls, stop_reason="tool_use")]), Workspace("."))
+agent.tools["read_file"] = read_file
+print(list(agent.run("go"))[-1].reason)
+""")
+    done = subprocess.run([sys.executable, "-B", "program.py"], cwd=tmp_path, text=True, timeout=30,
+                          capture_output=True)
+    assert (done.stdout, done.stderr, done.returncode) == ("aborted\n", "", 0)
+
+
+@pytest.mark.parametrize("call", [("grep", {"pattern": "x"}), ("find_files", {"pattern": "*"})], ids=["grep", "find"])
+def test_a_search_that_is_stopped_says_so(tmp_path, call):
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("x")
+    agent = ta.Agent(ScriptedProvider([[call]]), Workspace(tmp_path))
+    may_read = agent.workspace.may_read
+    agent.workspace.may_read = lambda path: agent.stop() or may_read(path)       # at the first file
+    assert list(agent.run("go"))[-1].reason == "aborted"
+    assert results(agent) == ["stopped, interrupted by the person"]
 
 
 def test_a_refusal_among_them_stands_in_its_place(tmp_path):
@@ -3358,6 +3546,15 @@ def test_the_same_call_with_the_same_result_is_remarked_upon_and_then_ends_the_r
     events, agent = run_agent([[("find_files", {"pattern": "*.x"})]] * 9, tmp_path)
     assert ["times in a row" in text for text in results(agent)] == [False, False, True, True, True]
     assert events[-1].reason == "max_steps" and "5 times in a row" in events[-1].error["message"]
+
+
+def test_who_speaks_up_is_heard_before_a_run_ends_as_a_repetition(tmp_path):
+    def watch(event, agent):
+        if isinstance(event, ta.TurnEnd) and event.turn == ta.END_AFTER - 1:
+            agent.steer("try *.y")
+    call = [("find_files", {"pattern": "*.x"})]
+    events, agent = run_agent([*[call] * ta.END_AFTER, "I see"], tmp_path, watch=watch)
+    assert (events[-1].answer, persons(agent)) == ("I see", ["go", "try *.y"])
 
 
 @pytest.mark.parametrize("calls", [
@@ -3796,6 +3993,34 @@ def test_ctrl_c_stops_the_task_and_keeps_the_chat(tmp_path):
         "run echo $$ > p; sleep 60", "run echo $$ > q; sleep 60", "run echo redirected", "run sleep 60",
         "run echo again"]
     session.close()
+
+
+@posix
+@pytest.mark.parametrize("line, message", [
+    ('"""one\ntwo\n"""\n', "one\ntwo"), ("one \\\ntwo\n", "one \ntwo"),
+    ("half\x03\x1b[A more\n", "half more")], ids=[
+        "a block", "a line that goes on", "Ctrl-C, then arrow up"])
+def test_what_is_typed_after_ctrl_c_is_read_and_kept_as_at_the_prompt(tmp_path, serve, line, message):
+    server = serve({"end": "stall"}, says("fine"), says("again"))
+    terminal = Terminal(tmp_path, "--base-url", server.url, env={"TERM": "xterm"})
+    typed(terminal, ("", "%> "))
+    terminal.send("work\n")
+    while not server.requests:
+        time.sleep(0.02)
+    terminal.send("\x03")
+    terminal.read_until("nothing stops: ")
+    first, _, rest = line.partition("\x03")
+    terminal.send(first)
+    if rest:
+        terminal.read_until("half")
+        interrupt(terminal, r"arrow up brings back[\s\S]*%> ")
+        terminal.send(rest)
+    terminal.read_until("fine[\\s\\S]*%> ")
+    terminal.send("\x1b[A\x1b[A\x1b[B\n")                  # up, and what was typed last again
+    terminal.read_until("again[\\s\\S]*%> ")
+    terminal.send("\x04")
+    assert terminal.exit_status() == 0
+    assert [m["content"] for m in server.body()["messages"] if m["role"] == "user"] == ["work", message, message]
 
 
 def typed(terminal, *steps):

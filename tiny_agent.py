@@ -2206,9 +2206,9 @@ class Workspace:
         pattern: for example *.py, src/*.js or **/test_*; * also crosses folders
         """
         wanted = {pattern.removeprefix("./"), pattern.removeprefix("./").replace("**/", "")}
-        found = []
+        found, abort = [], self.abort        # of this run, which a thread may outlive
         for name, _ in self.files(self.root):
-            if self.abort.done:
+            if abort.done:
                 raise KeyboardInterrupt
             names = (name, name.rpartition("/")[2])
             if any(fnmatch.fnmatch(n, p) for n in names for p in wanted):
@@ -2246,7 +2246,9 @@ class Workspace:
     def search(self, regex: re.Pattern, start: Path, end: float, hits: list[str]) -> None:
         """Adds hits below `start`, until there are many or the time is over."""
         for name, real in self.files(start):
-            if time.monotonic() > end or self.abort.done:
+            if self.abort.done:
+                raise KeyboardInterrupt
+            if time.monotonic() > end:
                 hits.append(f"[stopped after {GREP_SECONDS} s; search a smaller folder]")
                 break
             try:
@@ -3998,14 +4000,15 @@ class Agent:
 
     def steer(self, text: str) -> None:
         """Says something to a run that goes on, from any thread: it joins after the calls of the
-        turn, and the run goes on with it. What comes too late is heard by the next run of this
-        session."""
+        turn, and the run goes on with it. Where no turn follows (nothing runs; the run fails, is
+        stopped or at its limit) it waits for the next run of this session, which hears it after
+        its task; so `steering` holds what was not heard. Another session never hears it."""
         self.steering.append(text)
 
     def follow_up(self, text: str) -> None:
         """Says something that is to be heard when the run would stop, from any thread; then the
-        run goes on with it, and its turns count on. A run that ends in another way leaves it to
-        the next one."""
+        run goes on with it, one text after the other, and its turns count on. Where no turn
+        follows it waits in `follow_ups` for the end of the next run of this session."""
         self.follow_ups.append(text)
 
     def files_back(self, moment: Moment) -> dict[str, FileBack]:
@@ -4062,7 +4065,7 @@ class Agent:
 
     def events_of(self, task: str) -> Iterator[Event]:
         started, self.answer = time.monotonic(), ""
-        self.totals, self.same = dict(NO_TOTALS), (None, 0)
+        self.totals = dict(NO_TOTALS)
         self.prepare()
         yield RunStart(self.session.file, self.provider.name, self.provider.model, self.mode,
                        str(self.workspace.root))
@@ -4111,9 +4114,11 @@ class Agent:
                 return "aborted", ProviderError("aborted", "stopped by the person").to_json()
             if message.stop_reason == "length":
                 return "length", None
-            if not (yield from self.hear_all(self.steering)) and not message.tool_calls \
-                    and not (yield from self.hear_all(self.follow_ups, 1)):
+            if not (message.tool_calls or self.steering or self.follow_ups):
                 return "stop", None
+            if turn < self.max_steps:        # else nobody would answer
+                if not (yield from self.hear_all(self.steering)) and not message.tool_calls:
+                    yield from self.hear_all(self.follow_ups, 1)
             if self.same[1] >= END_AFTER:
                 return "max_steps", {
                     "kind": "max_steps", "message": f"gave up: the same call of {self.same[0][0]} "
@@ -4125,6 +4130,7 @@ class Agent:
 
     def hear(self, text: str) -> Iterator[Event]:
         """A message of the person, with what is new since the last one."""
+        self.same = (None, 0)                # it may well make the same call useful
         text, now = mask(text), facts(self.workspace, self.mode)
         told = told_facts(self.session.active_path(), self.told)
         news = {name: value for name, value in now.items() if told[name] != value}
@@ -4395,10 +4401,11 @@ class Agent:
         for call in calls:
             judged.append((call, *(yield from self.start_call(call, cut_off))))
         self.workspace.read_only = self.mode == "plan"
+        begun = time.monotonic()
         with self.side_by_side(judged) as ahead:
             for place, (call, decision, arguments, refusal) in enumerate(judged):
                 if place in ahead:
-                    outcome, seconds = ahead[place].result()
+                    outcome, seconds = self.result_of(ahead[place], begun)
                 elif refusal:
                     outcome, seconds = Outcome(refusal, True), 0.0
                 else:
@@ -4406,19 +4413,46 @@ class Agent:
                 yield from self.end_call(call, decision, arguments, outcome, seconds)
 
     @contextlib.contextmanager
-    def side_by_side(self, judged: list[tuple]) -> Iterator[dict]:
-        """Within, calls run in threads, if there are several; gives their futures by their place.
+    def side_by_side(self, judged: list[tuple]) -> Iterator[dict[int, queue.SimpleQueue]]:
+        """Within, calls run in threads, if there are several; gives where their results come, by
+        their place. Who replaces a tool that only reads gets it called in threads too.
 
-        grep stays in the main thread, since nothing else can end a match that takes too long.
+        The threads are not waited for at exit, since a file system that hangs may hold one.
         """
-        from concurrent.futures import ThreadPoolExecutor
-        pool = ThreadPoolExecutor(MOST_AT_ONCE)          # it makes no thread that is not needed
+        ahead: dict[int, queue.SimpleQueue] = {
+            place: queue.SimpleQueue() for place, (call, *_, refusal) in enumerate(judged)
+            if not refusal and len(judged) > 1 and self.may_run_beside(call)}
+        waiting = deque(ahead)
+
+        def work() -> None:
+            with contextlib.suppress(IndexError):            # nothing waits any more
+                while True:
+                    place = waiting.popleft()
+                    call, _, arguments, _ = judged[place]
+                    ahead[place].put(drained(self.run_tool(call, arguments)))
+        for _ in range(min(MOST_AT_ONCE, len(ahead))):
+            threading.Thread(target=work, daemon=True).start()
         try:
-            yield {place: pool.submit(drained, self.run_tool(call, arguments))
-                   for place, (call, _, arguments, refusal) in enumerate(judged)
-                   if not refusal and call.name != "grep" and len(judged) > 1}
+            yield ahead
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            waiting.clear()
+
+    def may_run_beside(self, call: ToolCall) -> bool:
+        """May it run in a thread? Not grep, since only a signal, in the main thread, can end a
+        match that takes too long; and not a generator, whose output is told as it comes."""
+        return call.name != "grep" and not inspect.isgeneratorfunction(self.tools[call.name])
+
+    def result_of(self, inbox: queue.SimpleQueue, begun: float) -> tuple[Outcome, float]:
+        """(the Outcome, seconds) from a thread. After a stop, one that is not done is left to
+        itself, whatever holds it."""
+        try:
+            with self.abort.calling(lambda: inbox.put(None)):
+                result = inbox.get()
+        except KeyboardInterrupt:
+            self.abort.set()
+            result = None
+        return result or (Outcome("stopped, interrupted by the person", True),
+                          round(time.monotonic() - begun, 3))
 
     def start_call(self, call: ToolCall, cut_off: bool) -> Iterator[Event]:
         """Decides about a call; returns (the decision, the arguments, the refusal or "")."""
@@ -4522,7 +4556,8 @@ class Agent:
         return outcome, round(time.monotonic() - started, 3)
 
     def outcome_of(self, call: ToolCall, arguments: dict) -> Iterator[Event]:
-        if self.abort.done:
+        abort = self.abort                   # of this run, which a thread may outlive
+        if abort.done:
             return Outcome("not run: the person stopped the run", True)
         try:
             outcome = self.tools[call.name](**arguments)
@@ -4533,7 +4568,7 @@ class Agent:
                 outcome = Outcome("" if outcome is None else str(outcome))
             return replace(outcome, content=self.workspace.clip(outcome.content, call.name))
         except KeyboardInterrupt:
-            self.abort.set()
+            abort.set()
             return Outcome("stopped, interrupted by the person", True)
         except ToolError as error:
             return Outcome(str(error), True)
@@ -5200,7 +5235,7 @@ class Chat:
             self.found = candidates(self, line[:start].decode("utf-8", "replace"), word)
         return self.found[state] if state < len(self.found) else None
 
-    def read(self) -> str:
+    def read(self, prompt: str = "") -> str:
         """One message: a line, with what was pasted with it or goes on after a `\\`, or a block.
 
         A terminal that marks a paste gives it as one line with newlines. From another one its
@@ -5208,7 +5243,8 @@ class Chat:
         """
         self.lines, typed_ahead = [], input_waits()
         agent = self.agent
-        first = self.line(f"{agent.provider.name} {agent.mode} {agent.use_of_budget():.0%}> ")
+        first = self.line(prompt or f"{agent.provider.name} {agent.mode} "
+                          f"{agent.use_of_budget():.0%}> ")
         if first.startswith('"""'):
             return self.block(first[3:])
         single = typed_ahead or is_command(first) or first.startswith("!")
@@ -5273,10 +5309,21 @@ class Chat:
         """Works on a task. Stopped by Ctrl-C, it asks: a line typed there is what comes next, and
         the model knows what it was at."""
         with contextlib.suppress(KeyboardInterrupt):
-            if watch(self.agent, text, self.screen, self.screen.show).reason == "aborted":
-                instead = self.ask("What instead? A line goes on with it, nothing stops: ")
-                if instead:
-                    self.take(instead)
+            stopped = watch(self.agent, text, self.screen, self.screen.show).reason == "aborted"
+            if stopped and self.held is None and (instead := self.ask_instead().strip()):
+                self.take(instead)
+
+    def ask_instead(self) -> str:
+        """What the person types in the place of a stopped task, read and kept as at the prompt;
+        "" for Ctrl-C and Ctrl-D."""
+        try:
+            return self.read("What instead? A line goes on with it, nothing stops: ")
+        except (EOFError, KeyboardInterrupt):
+            kept = "  (arrow up brings back what you typed)" if any(self.lines) else ""
+            self.screen.say(kept, DIM)
+            return ""
+        finally:
+            self.remember("\n".join(self.lines))
 
     def run_own(self, command: str) -> None:
         """Runs a command of the person's own, without rules, questions and the sandbox; what it
@@ -5319,9 +5366,10 @@ class Chat:
 
     def fork(self) -> None:
         """Goes on in a copy of this branch."""
-        session, asides = self.agent.session, self.agent.asides
+        agent, session = self.agent, self.agent.session
+        waiting = agent.asides, agent.steering, agent.follow_ups
         self.go_on(session.fork(None if session.path is None else self.settings.home))
-        self.agent.asides = asides           # the copy has not heard them either
+        agent.asides, agent.steering, agent.follow_ups = waiting     # not heard by the copy either
 
     def providers(self) -> dict[str, Provider]:
         """Who could answer: the known ones, and the one that was given with its address."""
