@@ -2324,6 +2324,60 @@ def test_a_fork_of_what_has_no_answer_yet_leaves_no_file(tmp_path):
     assert said(fork) == ["u1", "a1"] and Path(fork.file).exists()
 
 
+def test_a_fork_can_be_forked(tmp_path):
+    session = new_session(tmp_path)
+    talk(session, "u1", "a1")
+    forks = [session]
+    for _ in range(3):
+        forks.append(forks[-1].fork(tmp_path / "home"))
+    assert [said(fork) for fork in forks] == [["u1", "a1"]] * 4
+    assert [fork.entries[0].data["parent_session"] for fork in forks[1:]] == [
+        fork.path.stem for fork in forks[:-1]]
+    for fork in forks:
+        fork.close()
+
+
+@pytest.mark.parametrize("one, other", [("a-b", "a/b"), ("日本", "中国"), ("x" * 120 + "/y" * 60, "z" * 120 + "/y" * 60)],
+                         ids=["a stroke and a dash", "other scripts", "long paths"])
+def test_folders_whose_names_are_alike_do_not_share_sessions(tmp_path, one, other):
+    home = tmp_path / "home"
+    sessions = [Session.new(home, tmp_path / name) for name in (one, other)]
+    assert sessions[0].path.parent == sessions[1].path.parent
+    for session, name in zip(sessions, (one, other)):
+        talk(session, name, "a")
+        session.close()
+        assert [listed.path for listed in ta.list_sessions(home, tmp_path / name)] == [session.path]
+    assert ta.newest_session(home, tmp_path / one) == sessions[0].path
+
+
+@posix
+def test_what_is_no_session_among_the_sessions_holds_nothing_up(tmp_path):
+    session = new_session(tmp_path)
+    talk(session, "a task", "a")
+    session.close()
+    os.mkfifo(session.path.parent / "pipe_1.jsonl")
+    (session.path.parent / "folder_1.jsonl").mkdir()
+    (session.path.parent / "odd_1.jsonl").write_text(
+        '{"type":"message","type":"label","id":"a","parent_id":null,"timestamp":""}\n')
+    assert "a task" in [one.first for one in ta.list_sessions(tmp_path / "home", tmp_path)]
+
+
+@posix
+def test_a_file_that_cannot_be_opened_for_writing_stays(tmp_path, monkeypatch):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"")
+    real_open = os.open
+
+    def refuse(name, flags, *more, **named):
+        if flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied")
+        return real_open(name, flags, *more, **named)
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ta.SessionError):
+        Session.load(path)
+    assert path.exists()
+
+
 def test_sessions_are_listed_the_last_one_first(tmp_path):
     sessions = [new_session(tmp_path) for _ in range(2)]
     for number, session in enumerate(sessions):
@@ -2469,6 +2523,7 @@ PROJECTIONS = {      # the messages of a branch, what a model sees as "role text
                                  ["user q", "assistant ", "1 x", "2 y"]),
     "words between call and result": ([U("q"), A_("", "1"), U("hurry"), R("1", "x")],
                                       ["user q", "assistant ", "1 x", "user hurry"]),
+    "a beginning that is lost": ([A_("", "1"), R("1", "x")], ["user " + ta.NO_BEGINNING, "assistant ", "1 x"]),
     "an id used again": ([U("q"), A_("", "1"), R("1", "x"), A_("", "1"), R("1", "y")],
                          ["user q", "assistant ", "1 x", "assistant ", "1 y"])}
 
@@ -3181,6 +3236,25 @@ def test_the_window_that_an_error_names_bounds_the_budget(tmp_path, serve):
     assert agent.room() == 8192 - 2048
 
 
+def test_what_brought_nothing_once_is_tried_again_when_it_brought_something_since(tmp_path):
+    """No request stays over the budget because one that was far over it could not be helped."""
+    def reply(messages, tools):
+        return "SUMMARY" if "Do not go on" in messages[-1].content else "word " * 1600
+    agent = ta.Agent(ScriptedProvider(reply), Workspace(tmp_path), budget=16_000)
+    list(agent.run("z " * 60_000))                             # alone too much, and the last message
+    for _ in range(25):
+        list(agent.run("go"))
+    sizes = [sum(map(ta.size_of, request["messages"])) for request in agent.provider.requests]
+    assert max(sizes[-15:]) < 18_000
+
+
+def test_a_rewind_lets_a_compaction_be_tried_again(tmp_path):
+    agent = crowded(tmp_path, ["", "fine", "SUMMARY", "fine"])
+    assert of(ta.Compaction, list(agent.run("one")))[0].error
+    agent.rewind(agent.session.moment(agent.session.entries[-2]), {})
+    assert of(ta.Compaction, list(agent.run("two")))[0].error is None
+
+
 def test_compacting_by_hand(tmp_path):
     agent = crowded(tmp_path, ["S", "fine"], rounds=3)
     events = list(agent.compact("the colour is red"))
@@ -3569,6 +3643,14 @@ def test_what_differs_is_no_repetition(tmp_path, calls):
 
 
 @posix
+def test_nor_does_the_file_that_a_long_output_lies_in(tmp_path):
+    for command in ("seq 100000", "cat long"):
+        (tmp_path / "long").write_text("x" * 60_000)
+        events, _ = run_agent([[("shell", {"command": command})]] * 9, tmp_path)
+        assert (events[-1].reason, events[-1].totals["turns"]) == ("max_steps", 5)
+
+
+@posix
 def test_the_time_that_a_command_takes_makes_no_difference(tmp_path):
     (tmp_path / "n").write_text("")
     events, agent = run_agent([[("shell", {"command": "sleep 0.$(wc -l < n); echo >> n"})]] * 9, tmp_path)
@@ -3651,6 +3733,38 @@ def test_what_others_changed_since_is_named_and_not_touched_without_a_yes(tmp_pa
     assert texts_in(tmp_path) == {"a": "A0\n"}
     go_back(agent, agent.session.entries[-1])
     assert texts_in(tmp_path) == {"a": "by hand\n"}           # what was overwritten is kept as well
+
+
+@posix
+@pytest.mark.parametrize("text", ["N1\n", "another text\n"])
+def test_a_link_that_was_put_in_the_place_of_a_file_is_not_followed(tmp_path, text):
+    """Also if what it leads to happens to be equal."""
+    agent = edited(tmp_path, *WRITES[:2], a="A0\n")
+    (tmp_path / "other.txt").write_text(text)
+    (tmp_path / "new.txt").unlink()
+    (tmp_path / "new.txt").symlink_to("other.txt")
+    moment = agent.session.moment(task(agent, 0))
+    files = agent.files_back(moment)
+    assert "link to other.txt" in files["new.txt"].problem
+    forced = {"new.txt": ta.FileBack(None, "", False)}         # the link came after the question
+    assert "stays as it is" in agent.rewind(moment, forced, paths=["new.txt"])[0]
+    assert (tmp_path / "other.txt").read_text() == text and (tmp_path / "new.txt").is_symlink()
+
+
+def test_files_go_back_in_a_fork_as_in_the_session_it_copies(tmp_path):
+    agent = edited(tmp_path, ("write_file", {"path": "f.txt", "content": "v1"}))
+    go_back(agent, task(agent, 0), paths=[])                   # the conversation alone
+    agent.provider = ScriptedProvider([[("write_file", {"path": "f.txt", "content": "v2"})], "done"])
+    list(agent.run("another way"))
+    fork = agent.session.fork(tmp_path / "home")
+    fork.close()
+    agent.begin(Session.load(fork.path))
+    go_back(agent, agent.session.entries[-1])                  # nothing was done since
+    assert texts_in(tmp_path) == {"f": "v2"}
+    first = next(e for e in agent.session.entries if e.type == "leaf")
+    assert agent.session.changes(agent.session.entries.index(first))["f.txt"]["before"] is None
+    go_back(agent, agent.session.entries[0])
+    assert texts_in(tmp_path) == {}
 
 
 UNCOVERED = {"too large": (b"x" * 1_000_001, "larger than 1,000,000 bytes"),
@@ -4332,6 +4446,20 @@ def test_a_chat_is_compacted_and_its_context_is_shown(tmp_path):
     assert re.search(r"context: \d+% of 16,000", typed(terminal, ("/status", "last run" + PROMPT)))
     terminal.send("\x04")
     assert terminal.exit_status() == 0
+
+
+def test_what_is_resumed_where_nothing_is_kept_is_not_written(tmp_path):
+    session = new_session(tmp_path)
+    talk(session, "u1", "a1")
+    session.close()
+    before = session.path.read_bytes()
+    _, agent = run_agent(["fine"], tmp_path)
+    settings = ta.Settings(["--no-session", "-p", "demo"])
+    settings.home = tmp_path / "home"
+    ta.Chat(agent, ta.Screen(io.StringIO(), io.StringIO()), settings).resume(session.path)
+    *_, last = agent.run("sing")
+    assert last.session is None and said(agent.session)[:2] == ["u1", "a1"]
+    assert session.path.read_bytes() == before
 
 
 # ─── RPC ─────────────────────────────────────────────────────────────────────────────────────────

@@ -1994,14 +1994,19 @@ class Workspace:
         return {"path": self.name(real), "after": digest(data),
                 **({"uncovered": why} if why else {"before": text})}
 
-    def put(self, path: str, data: bytes | None) -> None:
+    def recorded(self, name: str) -> Path:
+        """The path of a name from the ledger. Raises ToolError if it leads elsewhere by now."""
+        real = self.resolve(name)
+        if self.name(real) != name:
+            raise ToolError(f"it is a link to {self.name(real)} by now")
+        return real
+
+    def put(self, real: Path, data: bytes | None) -> None:
         """Gives a file these bytes, or removes it. Raises ToolError, OSError."""
-        real = self.resolve(path)
         self.remove(real) if data is None else self.write_bytes(real, data)
 
-    def state(self, path: str) -> str | None:
+    def state(self, real: Path) -> str | None:
         """The SHA-256 of a file; None if there is none. Raises ToolError, OSError."""
-        real = self.resolve(path)
         return digest(self.read_bytes(real)) if os.path.lexists(real) else None
 
     @contextlib.contextmanager
@@ -3374,8 +3379,14 @@ class Session:
 
     def create(self) -> None:
         """Makes the file, with all that was held until now."""
+        path = self.path
         self.open_file(os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        made = self.handle is not None
         self.write("".join(held.to_line() for held in self.entries))
+        if made and self.problem:            # nothing could be written: leave nothing behind
+            with contextlib.suppress(OSError):
+                if path.stat().st_size == 0:
+                    path.unlink()
 
     def write(self, text: str) -> None:
         """Appends whole lines with one write; on failure the session goes on in memory."""
@@ -3390,9 +3401,6 @@ class Session:
     def broken(self, error: OSError) -> None:
         self.problem = f"the session cannot be written to {self.path}: {error.strerror or error}"
         self.close()
-        with contextlib.suppress(OSError):
-            if self.path.stat().st_size == 0:
-                self.path.unlink()
         self.path = None
 
     def close(self) -> None:
@@ -3510,17 +3518,18 @@ class Session:
     def fork(self, home: Path | None) -> "Session":
         """The branch, copied to a session with a file of its own that names its parent."""
         header, *rest = self.active_path()
-        inside = {entry.id for entry in rest} | {header.id}
         cwd = str(header.data.get("cwd", ""))
         copy = Session.new(home, Path(cwd)) if home and cwd else Session(cwd=cwd)
         first = copy.entries[0]
-        copy.describe(parent_session=self.path.stem if self.path else "", parent_entry_id=self.leaf,
-                      **{name: value for name, value in header.data.items()
-                         if name not in first.data})
-        labels = [entry for entry in self.entries
-                  if entry.type == "label" and entry.parent_id in inside]
-        for entry in rest + labels:
-            copy.add(replace(entry, parent_id=first.id) if entry.parent_id == header.id else entry)
+        copy.describe(**{**header.data, **first.data, "parent_entry_id": self.leaf,
+                         "parent_session": self.path.stem if self.path else ""})
+        renamed, inside = {header.id: first.id}, {entry.id for entry in rest} | {header.id}
+        for entry in self.entries[1:]:
+            parent = renamed.get(entry.parent_id, entry.parent_id)
+            if entry.id in inside or entry.type == "label" and entry.parent_id in inside:
+                copy.add(replace(entry, parent_id=parent))
+            elif changes := entry.file_changes():      # of another branch: what a rewind needs
+                copy.add(replace(entry, type="leaf", parent_id=copy.leaf, data={"files": changes}))
         if copy.path and any(map(is_answer, rest)):
             copy.create()
         return copy
@@ -3550,35 +3559,47 @@ class Listed(typing.NamedTuple):
                 "messages": self.messages, "first": self.first}
 
 
+def sessions_folder(home: Path, workspace: Path) -> Path:
+    """Where the sessions of a workspace lie; other paths may have the same name here."""
+    slug = re.sub(r"[^\w.-]+", "-", str(workspace), flags=re.ASCII).strip("-")[-100:] or "root"
+    return home / "sessions" / slug
+
+
+def sessions_of(home: Path, workspace: Path) -> list[Path]:
+    """The session files of a workspace, the last one first."""
+    found = []
+    for path in sessions_folder(home, workspace).glob("*.jsonl"):
+        if not path.is_file() or not path.stat().st_size:
+            continue
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            header = Session(cwd=None).take_line(file.readline())
+            if header is None or header.data.get("cwd", "") in ("", str(workspace)):
+                found.append(path)
+    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+
+
 def list_sessions(home: Path, workspace: Path) -> list[Listed]:
     """The sessions of a workspace, the last one first. No file is loaded as a whole."""
     found = []
-    for path in sessions_folder(home, workspace).glob("*.jsonl"):
+    for path in sessions_of(home, workspace):
         with contextlib.suppress(OSError), open(path, "rb") as file:
             messages, first = 0, ""
             for line in file:
                 if re.match(rb'\{"type": ?"message"', line):
                     messages += 1
                     entry = None if first else Session().take_line(line)
-                    first = entry.message.content if entry else first
+                    first = entry.message.content if entry and entry.message else first
             if messages:
                 found.append(Listed(path, path.stat().st_mtime, messages, brief(first, 80)))
-    return sorted(found, key=lambda one: (one.modified, one.path.name), reverse=True)
-
-
-def sessions_folder(home: Path, workspace: Path) -> Path:
-    """Where the sessions of a workspace lie."""
-    slug = re.sub(r"[^\w.-]+", "-", str(workspace), flags=re.ASCII).strip("-")[-100:] or "root"
-    return home / "sessions" / slug
+    return found
 
 
 def newest_session(home: Path, workspace: Path) -> Path:
     """The file of this workspace's last session. Raises SessionError if there is none."""
-    found = [path for path in sessions_folder(home, workspace).glob("*.jsonl")
-             if path.is_file() and path.stat().st_size]
+    found = sessions_of(home, workspace)
     if not found:
         raise SessionError(f"there is no session of {workspace} yet", "start one without -c")
-    return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
+    return found[0]
 
 
 def find_session(home: Path, text: str) -> Path:
@@ -3642,7 +3663,7 @@ def facts(workspace: Workspace, mode: str) -> dict[str, str]:
     """What the model is told and may change: the mode, the date, a digest of the notes."""
     notes = None
     with contextlib.suppress(ToolError, OSError):
-        notes = workspace.state("AGENTS.md")
+        notes = workspace.state(workspace.resolve("AGENTS.md"))
     return {"mode": mode, "date": time.strftime("%Y-%m-%d"), "notes": notes or ""}
 
 
@@ -3695,9 +3716,12 @@ def project(entries: Iterable[Entry]) -> list[Message]:
             messages.append(message)
             messages += [results.get((place, call.id)) or ToolResultMessage(
                 call.id, call.name, NO_RESULT, True) for call in message.tool_calls]
+    if messages and not isinstance(messages[0], UserMessage):      # its line is damaged
+        messages.insert(0, UserMessage(NO_BEGINNING))
     return messages
 
 
+NO_BEGINNING = "(the beginning of this conversation is lost)"
 NO_RESULT = "no result: the run was interrupted before this call ended"
 SHORT_OUTPUT = 200           # characters; what is not longer is never cleared
 
@@ -4020,7 +4044,8 @@ class Agent:
                 found[path] = FileBack(None, why or "its old text is not in the ledger", False)
                 continue
             try:
-                now, then = self.workspace.state(path), digest(as_bytes(before))
+                now = self.workspace.state(self.workspace.recorded(path))
+                then = digest(as_bytes(before))
             except (ToolError, OSError, UnicodeError) as error:
                 found[path] = FileBack(None, str(error), False)
                 continue
@@ -4035,10 +4060,10 @@ class Agent:
         It is in the ledger before a file is touched, with what undoes it. What the model could
         not know of its files is told with the next message.
         """
-        records, failed = {}, []
+        records, failed, self.futile = {}, [], ()
         for path in paths:
             try:
-                records[path] = self.workspace.undoing(self.workspace.resolve(path),
+                records[path] = self.workspace.undoing(self.workspace.recorded(path),
                                                        as_bytes(files[path].before))
             except (ToolError, OSError) as error:
                 failed.append(f"{path} stays as it is: {error}")
@@ -4046,7 +4071,7 @@ class Agent:
                               records.values())
         for path in list(records):
             try:
-                self.workspace.put(path, as_bytes(files[path].before))
+                self.workspace.put(self.workspace.recorded(path), as_bytes(files[path].before))
             except (ToolError, OSError) as error:
                 failed.append(f"{path} stays as it is: {error}")
                 del records[path]
@@ -4301,6 +4326,7 @@ class Agent:
         if reason == "overflow":
             room = min(room, size * 2 // 3)
         keep = min(room, size) // 3
+        self.futile = ()
         if reason != "manual" and (yield from self.clear(reason, room * 3 // 4, keep)):
             return True
         can_send = reason != "overflow" and (
@@ -4491,8 +4517,10 @@ class Agent:
 
     def remark_repetition(self, call: ToolCall, result: Message) -> Message:
         """The result, with a remark if the same call has brought it several times in a row."""
-        took = re.compile(r" \(\d+\.\d s\)$", re.M)                # a command's time may differ
-        this = call.name, json.dumps(call.arguments, sort_keys=True), took.sub("", result.content)
+        varies = re.compile(r" \(\d+\.\d s\)$|" + re.escape(str(self.workspace.outputs))
+                            + r"\W\w+\.txt", re.M)         # how long it took, where the whole is
+        this = call.name, json.dumps(call.arguments, sort_keys=True), \
+            varies.sub("", result.content)
         self.same = this, self.same[1] + 1 if self.same[0] == this else 1
         if self.same[1] < REMARK_AFTER:
             return result
@@ -5354,7 +5382,7 @@ class Chat:
         here = self.agent.session.path
         if here and path.resolve() == here.resolve():
             raise UsageError("you are in that session already", "/resume lists the others")
-        session = Session.load(path)
+        session = self.settings.load(path)
         try:
             provider, _ = self.settings.provider(session)
         except AgentError:
@@ -6196,8 +6224,12 @@ class Settings:
             raise UsageError("-c and -r name two sessions", "give one of them")
         if self.flags.resume is None and not self.flags.go_on:
             return self.new_session(self.folder())
-        session = Session.load(newest_session(self.home, self.folder()) if self.flags.go_on else
-                               find_session(self.home, self.flags.resume))
+        return self.load(newest_session(self.home, self.folder()) if self.flags.go_on else
+                         find_session(self.home, self.flags.resume))
+
+    def load(self, path: Path) -> Session:
+        """The session of a file; detached from it if nothing is to be kept. Raises SessionError."""
+        session = Session.load(path)
         if self.flags.no_session:
             session.close()
             session.path = None
