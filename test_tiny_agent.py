@@ -2388,7 +2388,7 @@ def test_sessions_are_listed_the_last_one_first(tmp_path):
     listed = ta.list_sessions(tmp_path / "home", tmp_path)
     assert [(one.path, one.messages, one.first) for one in listed] == [
         (sessions[1].path, 3, "task 1 more"), (sessions[0].path, 3, "task 0 more")]
-    assert all(ta.find_session(tmp_path / "home", one.id) == one.path for one in listed)
+    assert all(ta.find_session(tmp_path / "home", ta.session_id(one.path)) == one.path for one in listed)
 
 
 BUSY = """
@@ -4317,7 +4317,7 @@ def test_tab_completes_ids(tmp_path):
     asked = chat.agent.session.active_path()[1].id
     assert ta.candidates(chat, "/rewind ", asked[:3]) == [asked + " "]
     folder = ta.make_folders(ta.sessions_folder(tmp_path, chat.agent.workspace.root))
-    (folder / "20260101T000000Z_12ab34cd.jsonl").touch()
+    (folder / "20260101T000000Z_12ab34cd.jsonl").write_text(line("header", "h", None, version=1) + "\n")
     assert ta.candidates(chat, "/resume ", "12") == ["12ab34cd "]
     assert set(ta.ARGUMENTS) <= set(ta.COMMANDS)
 

@@ -3541,6 +3541,11 @@ def is_answer(entry: Entry) -> bool:
     return isinstance(message, AssistantMessage) and message.stop_reason not in ("error", "aborted")
 
 
+def session_id(path: Path) -> str:
+    """The id in the name of a session's file, which finds it again."""
+    return path.stem.rpartition("_")[2]
+
+
 class Listed(typing.NamedTuple):
     """A session in a list: its file, when it was last written (Unix time), and what is in it."""
     path: Path
@@ -3548,14 +3553,9 @@ class Listed(typing.NamedTuple):
     messages: int
     first: str
 
-    @property
-    def id(self) -> str:
-        """The short id, which finds the session again."""
-        return self.path.stem.rpartition("_")[2]
-
     def to_json(self) -> dict:
         """It as it stands in lists for programs."""
-        return {"id": self.id, "file": str(self.path), "modified": self.modified,
+        return {"id": session_id(self.path), "file": str(self.path), "modified": self.modified,
                 "messages": self.messages, "first": self.first}
 
 
@@ -3726,6 +3726,15 @@ NO_RESULT = "no result: the run was interrupted before this call ended"
 SHORT_OUTPUT = 200           # characters; what is not longer is never cleared
 
 
+def without_middle(text: str, most: int, mark: str) -> str:
+    """The text, if it is not longer; else a third of `most` from its head and two from its tail,
+    and between them a line that says how many characters are not there."""
+    if len(text) <= most:
+        return text
+    head, tail = text[:most // 3], text[-(most * 2 // 3):]
+    return f"{head}\n{mark.format(len(text) - len(head) - len(tail))}\n{tail}"
+
+
 def with_outputs_cleared(entries: list[Entry]) -> list[Message]:
     """The messages of entries, with outputs as the clear_outputs entries after them want it:
     cleared up to `last_cleared_entry_id`, later ones clipped to `clip` characters."""
@@ -3742,9 +3751,8 @@ def with_outputs_cleared(entries: list[Entry]) -> list[Message]:
                 message = replace(message, content=f"[cleared to save room: {length:,} characters; "
                                   "call the tool again if you need them]")
             elif length > clip:
-                head, tail = message.content[:clip // 3], message.content[-(clip * 2 // 3):]
-                message = replace(message, content=f"{head}\n[clipped to save room: "
-                                  f"{length - len(head) - len(tail):,} characters more]\n{tail}")
+                message = replace(message, content=without_middle(
+                    message.content, clip, "[clipped to save room: {:,} characters more]"))
         if message:
             messages.append(message)
     return messages[::-1]
@@ -3882,10 +3890,7 @@ def transcript(messages: Iterable[Message], limit: int) -> str:
         return "\n".join([f"Model: {message.content}", *calls])
 
     def short(text: str, most: int) -> str:
-        if len(text) <= most:
-            return text
-        left = len(text) - most
-        return f"{text[:most // 3]}\n[{left:,} characters left out]\n{text[-(most * 2 // 3):]}"
+        return without_middle(text, most, "[{:,} characters left out]")
     return short("\n\n".join(short(as_text(message), 4000) for message in messages), limit)
 
 
@@ -3942,6 +3947,11 @@ def drained(events: Iterator) -> object:
             next(events)
         except StopIteration as end:
             return end.value
+
+
+def stopped_by_person() -> ProviderError:
+    """The error of a run that stop() ended."""
+    return ProviderError("aborted", "stopped by the person")
 
 
 def answer_reserve(window: int) -> int:
@@ -4126,7 +4136,7 @@ class Agent:
         for turn in range(1, self.max_steps + 1):
             yield from self.make_room("budget")
             if self.abort.done:
-                break
+                return "aborted", stopped_by_person().to_json()
             self.totals["turns"] = turn
             yield TurnStart(turn)
             message, error = yield from self.ask_model()
@@ -4136,7 +4146,7 @@ class Agent:
             if error:
                 return "aborted" if error.kind == "aborted" else "error", error.to_json()
             if self.abort.done:
-                return "aborted", ProviderError("aborted", "stopped by the person").to_json()
+                return "aborted", stopped_by_person().to_json()
             if message.stop_reason == "length":
                 return "length", None
             if not (message.tool_calls or self.steering or self.follow_ups):
@@ -4149,8 +4159,6 @@ class Agent:
                     "kind": "max_steps", "message": f"gave up: the same call of {self.same[0][0]} "
                     f"gave the same result {self.same[1]} times in a row",
                     "hint": "say what should be done differently, or try another model"}
-        if self.abort.done:
-            return "aborted", ProviderError("aborted", "stopped by the person").to_json()
         return "max_steps", None
 
     def hear(self, text: str) -> Iterator[Event]:
@@ -4222,7 +4230,7 @@ class Agent:
             self.totals["retries"] += 1
             yield Retry(attempt, round(delay, 3), {"kind": error.kind, "message": error.message})
             if not self.abort.sleep(delay):
-                error = ProviderError("aborted", "stopped by the person")
+                error = stopped_by_person()
                 return replace(message, stop_reason="aborted",
                                error_message=error.message), error, False
 
@@ -4856,6 +4864,22 @@ def call_in_short(name: str, arguments: dict | None) -> str:
     return f"{name} {brief(first, 120)}{' …' if len(values) > 1 else ''}"
 
 
+def in_short(entry: Entry) -> str:
+    """An entry in a few words; "" for one that needs none in the tree."""
+    message = entry.message
+    if entry.type == "compaction":
+        return f"compaction: {entry.data['summary']}"
+    if entry.type == "clear_outputs":
+        return "older outputs were cleared"
+    if isinstance(message, UserMessage):
+        return f"you: {message.content}"
+    if isinstance(message, AssistantMessage):
+        calls = ", ".join(call_in_short(call.name, call.arguments) for call in message.tool_calls)
+        failed = f"({message.stop_reason}) " * (message.stop_reason in ("error", "aborted"))
+        return f"model: {failed}{' '.join(filter(None, (message.content.strip(), calls)))}"
+    return ""
+
+
 def ending_in_words(reason: str, error: dict | None) -> list[str]:
     """What a person should read about how a run ended; nothing if it ended well."""
     if reason == "aborted":
@@ -5050,7 +5074,7 @@ def age(seconds: float) -> str:
 
 def session_in_short(one: Listed) -> str:
     """A session in a line: id, age, length, first words."""
-    return (f"{one.id}  {age(time.time() - one.modified):14}  "
+    return (f"{session_id(one.path)}  {age(time.time() - one.modified):14}  "
             f"{count_of(one.messages, 'message'):14}  {one.first}")
 
 
@@ -5148,8 +5172,7 @@ def candidates(chat: "Chat", before: str, word: str) -> list[str]:
 
 def session_ids(chat: "Chat") -> list[str]:
     """The short ids of this workspace's sessions."""
-    folder = sessions_folder(chat.settings.home, chat.agent.workspace.root)
-    return [path.stem.rpartition("_")[2] for path in folder.glob("*.jsonl")]
+    return list(map(session_id, sessions_of(chat.settings.home, chat.agent.workspace.root)))
 
 
 def asked_ids(chat: "Chat") -> list[str]:
@@ -5649,22 +5672,6 @@ def own_stdout() -> int:
     os.dup2(sys.stderr.fileno(), number)
     sys.stdout = sys.stderr
     return own
-
-
-def in_short(entry: Entry) -> str:
-    """An entry in a few words; "" for one that needs none in the tree."""
-    message = entry.message
-    if entry.type == "compaction":
-        return f"compaction: {entry.data['summary']}"
-    if entry.type == "clear_outputs":
-        return "older outputs were cleared"
-    if isinstance(message, UserMessage):
-        return f"you: {message.content}"
-    if isinstance(message, AssistantMessage):
-        calls = ", ".join(call_in_short(call.name, call.arguments) for call in message.tool_calls)
-        failed = f"({message.stop_reason}) " * (message.stop_reason in ("error", "aborted"))
-        return f"model: {failed}{' '.join(filter(None, (message.content.strip(), calls)))}"
-    return ""
 
 
 class Server:
