@@ -3269,6 +3269,13 @@ def test_stopping_while_a_summary_is_written_ends_the_run(tmp_path):
     assert trace(events[-2:]) == "run_end aborted aborted\nrun_settled" and not of(ta.Compaction, events)
 
 
+def test_what_is_said_while_a_summary_is_written_is_heard(tmp_path):
+    agent = crowded(tmp_path, [lambda *_: agent.steer("and this") or "SUMMARY", "one", "two"])
+    *_, last = agent.run("the task")
+    assert last.answer == "two" and last.totals["compactions"] == 1
+    assert [m.content for m in agent.provider.requests[-1]["messages"]][-3:] == ["the task", "one", "and this"]
+
+
 def test_a_budget_that_is_too_small_is_said(tmp_path):
     events, _ = run_agent(["fine"], tmp_path, budget=500)
     assert "budget of 500 tokens is too small" in of(ta.Warned, events)[0].message
